@@ -14,6 +14,7 @@ import pytest
 
 from tests.server.http_server import MODEL, Answer, Server, sse_events
 from vllm.entrypoints.openai import pooling
+from vllm.entrypoints.openai.errors import safe_text
 from vllm.entrypoints.openai.routes import LATER_ROUTES, OTHER_MODELS_ROUTES
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -178,6 +179,23 @@ def test_unknown_routes_have_the_form_of_all_errors(server: Server, path: str) -
         envelope(server.request(method, path, b"{}" if method == "POST" else None), expected)
 
 
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("No /home/me/model here.", "No (path) here."),
+        ("file:///home/me/model", "file://(path)"),
+        ("/some/X VeraConfig/adapter_config.json is missing", "(path) is missing"),
+        ("/My Models/a b c/d: not found", "(path): not found"),
+        (r"C:\models\x is missing", "(path) is missing"),
+        ("models/of/mine", "models(path)"),
+        ('unknown "http://json-schema.org/draft-07/schema#" in #/a/b', None),
+        ("POST /v1/chat/completions, GET /health or /ping; text/event-stream or application/json", None),
+    ],
+)
+def test_paths_of_the_machine_are_hidden(message: str, shown: str | None) -> None:
+    assert safe_text(message) == (message if shown is None else shown)
+
+
 def test_small_routes(server: Server) -> None:
     assert server.get("/version").json["version"]
     assert server.get("/health").body == b""
@@ -192,6 +210,7 @@ def test_small_routes(server: Server) -> None:
     assert ids["count"] == len(ids["tokens"]) == len(ids["token_strs"])
     assert ids["max_model_len"] == 512
     assert server.post("/detokenize", {"tokens": ids["tokens"]}).json == {"prompt": "Hello 世界"}
+    assert server.post("/detokenize", {"tokens": [0, *ids["tokens"], 1]}).json == {"prompt": "<s>Hello 世界</s>"}
     chat = server.post("/tokenize", {"messages": USER}).json
     answer = server.post(CHAT, {"messages": USER, "max_tokens": 1}).json
     assert chat["count"] == answer["usage"]["prompt_tokens"]

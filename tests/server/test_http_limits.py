@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from tests.server.http_server import Server
+from vllm.entrypoints.openai.connection import LINGER_SECONDS
 from vllm.entrypoints.openai.context import LARGE_BYTES, ServerContext
 from vllm.entrypoints.openai.errors import APIError
 from vllm.entrypoints.openai.limits import (
@@ -115,6 +116,27 @@ def test_endless_heads_are_cut(strict: Server, head: bytes) -> None:
     assert status_of(raw) in (0, 400, 408, 431), raw[:100]
     assert time.monotonic() - started < 8
     assert memory(strict) - before < 20 << 20
+
+
+def test_an_endless_head_behind_a_request_is_cut(strict: Server) -> None:
+    body = json.dumps({**LONG, "prompt": ["Hi"] * 16, "stream": False}).encode()
+    before = memory(strict)
+    with socket.create_connection(("127.0.0.1", strict.port), timeout=30) as connection:
+        connection.sendall(post_head(len(body)) + body + b"GET / HTTP/1.1\r\n")
+        connection.setblocking(False)
+        lines, sent = b"x: y\r\n" * 10_000, 0
+        received = b""
+        while not received and sent < 200 << 20:
+            with contextlib.suppress(BlockingIOError):
+                sent += connection.send(lines)
+            with contextlib.suppress(BlockingIOError):
+                received = connection.recv(1 << 10)
+        assert memory(strict) - before < 20 << 20
+        connection.setblocking(True)
+        with contextlib.suppress(ConnectionError):
+            while part := connection.recv(1 << 16):
+                received += part
+    assert received.startswith(b"HTTP/1.1 200") and b"HTTP/1.1 431" in received
 
 
 @pytest.mark.parametrize(
@@ -216,6 +238,20 @@ def test_http_of_before_there_were_versions_is_refused(strict: Server) -> None:
     assert status_of(received) in (0, 400)
 
 
+def test_http_1_0_gets_its_events_without_chunks(strict: Server) -> None:
+    body = json.dumps({"prompt": "Hi", "ignore_eos": True, "stream": True}).encode()
+    request = post_head(len(body)) + body
+    chunked = strict.raw(request.replace(b"content-type", b"connection: close\r\ncontent-type", 1), timeout=10)
+    head, _, events = strict.raw(request.replace(b"HTTP/1.1", b"HTTP/1.0"), timeout=10).partition(b"\r\n\r\n")
+    assert status_of(head) == 200 and b"\r\nconnection: close" in head
+    assert b"transfer-encoding" not in head and b"transfer-encoding: chunked" in chunked
+    blocks = events.decode().split("\n\n")
+    assert blocks.pop() == "" and len(blocks) > 5
+    assert all(block.startswith("data: ") and "\r" not in block for block in blocks)
+    plain = strict.raw(b"GET /version HTTP/1.0\r\nhost: x\r\n\r\n", timeout=10)
+    assert b"content-length: " in plain and plain.endswith(b"}")
+
+
 def test_pipelined_and_kept_alive_requests_are_answered_in_order(strict: Server) -> None:
     one = b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"
     last = b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
@@ -255,6 +291,35 @@ def test_pipelined_bodies_arrive_whole(strict: Server) -> None:
     assert raw.count(b'"text_completion"') == 2
 
 
+@pytest.mark.parametrize("answered", [1, 2])
+def test_a_body_that_takes_its_time_behind_other_requests_is_waited_for(narrow: Server, answered: int) -> None:
+    """It is not that of a request which was answered before its body came."""
+    body = json.dumps({"prompt": "Hi", "max_tokens": 1}).encode()
+    request = post_head(len(body)) + body
+    with socket.create_connection(("127.0.0.1", narrow.port), timeout=30) as connection:
+        connection.sendall(request * answered + request[:-5])
+        received = b""
+        while received.count(b'"text_completion"') < answered:
+            part = connection.recv(1 << 16)
+            assert part
+            received += part
+        time.sleep(LINGER_SECONDS + 0.5)
+        connection.sendall(request[-5:] + b"GET /version HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        while part := connection.recv(1 << 16):
+            received += part
+    assert received.count(b"HTTP/1.1 200 OK") == answered + 2
+
+
+def test_all_requests_before_the_end_of_the_clients_half_are_answered(strict: Server) -> None:
+    """Of more than is read at once, while those before them are at work; but for the last, which did not come whole."""
+    bodies = [json.dumps({"prompt": "Hi", "max_tokens": 1 + i % 9, "user": "x" * 4000}).encode() for i in range(100)]
+    requests = b"".join(post_head(len(body)) + body for body in bodies)
+    for sent, answers in ((requests, 100), (requests[:-1], 99)):
+        received = strict.raw(sent, timeout=30, half_close=True)
+        assert received.count(b"HTTP/1.1 200 OK") == answers
+        assert received.count(b'"text_completion"') == answers
+
+
 LONG = {"prompt": "Hello", "max_tokens": 500, "ignore_eos": True, "stream": True}
 
 
@@ -279,10 +344,11 @@ def test_too_many_connections_get_503_and_a_hint(strict: Server) -> None:
 @pytest.mark.parametrize(
     "sent", [b"", b"POST /v1/completions HTTP/1.1\r\n", post_head(1000), b"GET /version HTTP/1.1\r\n\r\n"]
 )
-def test_connections_without_a_request_make_room_for_others(strict: Server, sent: bytes) -> None:
-    body = json.dumps(LONG).encode()
+@pytest.mark.parametrize("behind", [b"", post_head(1000)])
+def test_connections_without_a_request_make_room_for_others(strict: Server, sent: bytes, behind: bytes) -> None:
+    body = json.dumps({**LONG, "prompt": ["Hi"] * 16}).encode()
     working = socket.create_connection(("127.0.0.1", strict.port))
-    working.sendall(post_head(len(body), extra="connection: close\r\n") + body)
+    working.sendall(post_head(len(body)) + body + behind)
     held = []
     try:
         for _ in range(60):
@@ -290,9 +356,10 @@ def test_connections_without_a_request_make_room_for_others(strict: Server, sent
             held[-1].sendall(sent)
         assert [strict.get("/v1/models").status for _ in range(5)] == [200] * 5
         received = b""
-        while part := working.recv(1 << 20):
+        while b"data: [DONE]" not in received:
+            part = working.recv(1 << 20)
+            assert part
             received += part
-        assert b"data: [DONE]" in received
     finally:
         for connection in (working, *held):
             connection.close()
@@ -355,19 +422,28 @@ def test_leaving_takes_the_request_out_of_the_queue(narrow: Server, path: str, s
     assert narrow.metric("vllm:prompt_tokens_total") - before == 6  # nobody computed what nobody waits for
 
 
-@pytest.mark.parametrize("rubbish", [b"\x00\xff\r\n\r\n", post_head(None) + b"ZZZ\r\n"])
-def test_rubbish_behind_a_stream_is_not_answered_within_it(strict: Server, rubbish: bytes) -> None:
-    body = json.dumps(LONG).encode()
-    with socket.create_connection(("127.0.0.1", strict.port), timeout=20) as connection:
-        connection.sendall(post_head(len(body)) + body)
-        received = connection.recv(1 << 10)
-        assert received.startswith(b"HTTP/1.1 200")
-        with contextlib.suppress(ConnectionError):
-            connection.sendall(rubbish)
-            while part := connection.recv(1 << 16):
-                received += part
-    assert received.count(b"HTTP/1.1") == 1
+@pytest.mark.parametrize("rubbish", [b"\x00\xff\r\n\r\n", post_head(None) + b"ZZZ\r\n"], ids=["head", "chunk"])
+@pytest.mark.parametrize("requests", [1, 3])
+@pytest.mark.parametrize("stream", [True, False])
+def test_rubbish_behind_requests_is_answered_behind_them(
+    strict: Server, rubbish: bytes, requests: int, stream: bool
+) -> None:
+    body = json.dumps({**LONG, "stream": stream}).encode()
+    received = strict.raw((post_head(len(body)) + body) * requests + rubbish + b"GET / HTTP/1.1\r\n\r\n")
+    *answers, last = received.split(b"HTTP/1.1 ")[1:]
+    assert len(answers) == requests and all(answer.startswith(b"200") for answer in answers)
+    assert all((b"data: [DONE]" if stream else b'"finish_reason": "length"') in answer for answer in answers)
+    assert last.startswith(b"400") and last.endswith(b"}")
+
+
+def test_leaving_aborts_the_request_before_rubbish(strict: Server) -> None:
+    body = json.dumps({**LONG, "prompt": [[5]] * 64}).encode()
+    before = strict.metric("vllm:generation_tokens_total")
+    with socket.create_connection(("127.0.0.1", strict.port)) as connection:
+        connection.sendall(post_head(len(body)) + body + b"\x00\xff\r\n\r\n")
+        assert connection.recv(1 << 10).startswith(b"HTTP/1.1 200")
     assert eventually(lambda: idle(strict))
+    assert strict.metric("vllm:generation_tokens_total") - before < 500 * 64
 
 
 @pytest.mark.parametrize("stream", [True, False])

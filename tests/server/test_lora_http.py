@@ -243,8 +243,17 @@ def test_an_adapter_brings_tokens_of_its_own(lora_server: Server, folders: tuple
             model="with-tokens", prompt=output.prompt_token_ids, stream=True, **options
         )
         assert "".join(event.choices[0].text for event in streamed) == output.outputs[0].text
+        echoed = client.completions.create(model="with-tokens", prompt=output.prompt_token_ids, echo=True, max_tokens=1)
+        assert "Hello <new1> and" in echoed.choices[0].text
         with pytest.raises(openai.BadRequestError, match="out of vocabulary"):
             client.completions.create(model=MODEL, prompt=output.prompt_token_ids, max_tokens=2)
+    asked = {"model": "with-tokens", "prompt": prompt, "return_token_strs": True}
+    found = lora_server.post("/tokenize", asked).json
+    assert found["tokens"] == output.prompt_token_ids and "<new1>" in found["token_strs"]
+    back = {"model": "with-tokens", "tokens": found["tokens"]}
+    assert prompt in lora_server.post("/detokenize", back).json["prompt"]
+    assert "<new1>" not in lora_server.post("/tokenize", {**asked, "model": MODEL}).json["token_strs"]
+    assert lora_server.post("/detokenize", {**back, "model": MODEL}).status == 400
 
 
 @pytest.mark.parametrize(

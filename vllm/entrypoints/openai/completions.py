@@ -233,7 +233,7 @@ class Echo:
         top, steps, ids = work.request.logprobs, result.prompt_logprobs, result.prompt_token_ids or ()
         logprobs = None if top is None or steps is None else completion_logprobs(ids, steps, top, work.text_of)
         length = 0 if logprobs is None else sum(map(len, logprobs["tokens"]))
-        return cls(prompt_text_of(context, result), logprobs, length)
+        return cls(_prompt_text(context, work, result), logprobs, length)
 
     def before(self, logprobs: dict[str, Any] | None) -> dict[str, Any] | None:
         """The prompt's log probabilities, and those of an answer, whose offsets begin at `length`."""
@@ -270,12 +270,13 @@ def _choice(
     }
 
 
-def prompt_text_of(context: ServerContext, final: RequestOutput) -> str:
+def _prompt_text(context: ServerContext, work: Completion, final: RequestOutput) -> str:
     """The prompt as text; decoded if it came as token ids."""
     if final.prompt is not None:
         return final.prompt
     # With its special tokens: they are among the tokens that logprobs are told of, and count in their offsets.
-    return context.tokenizer.decode(list(final.prompt_token_ids or ()), skip_special_tokens=False)
+    tokenizer = context.tokenizer_of(work.request.model)
+    return tokenizer.decode(list(final.prompt_token_ids or ()), skip_special_tokens=False)
 
 
 # -- streamed ----------------------------------------------------------------------------------------------------------

@@ -97,6 +97,25 @@ class _HeldHead:
         return getattr(self._transport, name)
 
 
+def _send_unchunked(cycle: Any) -> None:
+    """Have a body of unknown length end with the connection: HTTP/1.0 knows no chunks (RFC 9112, 6.1), which uvicorn
+    would send.
+    """
+    inner, unknown = cycle.send, False
+
+    async def send(message: Any) -> None:
+        nonlocal unknown
+        if message["type"] == "http.response.start":
+            unknown = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
+            if unknown:
+                cycle.chunked_encoding = False
+        elif unknown:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await inner(message)
+
+    cycle.send = send
+
+
 def raw_answer(status: int, phrase: str, message: str, type: str, retry_after: int | None = None) -> bytes:
     """A whole HTTP answer with the usual error body, after which the connection is closed."""
     body = json.dumps(error_body(message, type, status)).encode()
@@ -194,9 +213,11 @@ class BoundedConnection(NoUpgrades):
         self._write_timer: asyncio.TimerHandle | None = None
         self._held_head: _HeldHead | None = None
         self._linger_timer: asyncio.TimerHandle | None = None
-        self._half_closed = False
+        self._half_closed = False  # the client sends nothing more
+        self._read_all = False  # and what it has sent was read
         self._idle_bytes = 0
         self._looking = False
+        self._last_answer: bytes | None = None  # goes out behind those to `_requests`; nothing is read any more
         self._requests: deque[Any] = deque()  # not answered yet: the one at work, and those that were sent behind it
         if len(self.connections) > self.max_connections and not self._make_room():
             self.app = _busy
@@ -214,10 +235,11 @@ class BoundedConnection(NoUpgrades):
     @property
     def waits_for_client(self) -> bool:
         """Whether there is no whole request to work at."""
-        _, _, at_rest, more_body = self._progress()
-        return at_rest or more_body
+        return not self._requests or self._requests[0].more_body
 
     def data_received(self, data: bytes) -> None:
+        if self._last_answer is not None:
+            return
         if self._unfed:
             self._unfed += data
         elif len(data) > BYTES_PER_TURN:
@@ -245,14 +267,13 @@ class BoundedConnection(NoUpgrades):
         if self._unfed and not self._feeding and not self.pipeline:
             self._feeding = True
             self.loop.call_soon(self._feed_part)
-        return bool(self._unfed or self.pipeline)
+        return bool(self._unfed or self.pipeline or self._last_answer is not None)
 
     def _feed(self, data: bytes) -> None:
         before = self._progress()
         super().data_received(data)
         after = self._progress()
-        at_rest = not after[2] and not after[3]  # received whole, not answered yet
-        self._idle_bytes = 0 if after != before or at_rest else self._idle_bytes + len(data)
+        self._idle_bytes = 0 if after != before else self._idle_bytes + len(data)
         if not after[2]:
             self._stop_head_timer()
         elif before[2] and self._head_timer is None:  # the head of the next request has begun, and is not whole
@@ -274,19 +295,26 @@ class BoundedConnection(NoUpgrades):
         before = self.cycle
         super().on_headers_complete()
         if self.cycle is not before:
+            if self.scope["http_version"] != "1.1":
+                _send_unchunked(self.cycle)
             self._requests.append(self.cycle)
-            if self.pipeline and not self._looking and self.scheme != "https":
-                self._looking = True
-                self.loop.call_later(LOOK_EVERY, self._look)
+            if self.pipeline:
+                self._start_looking()
+
+    def _start_looking(self) -> None:
+        """While requests wait behind another nothing is read, so that nobody sees the client leave."""
+        if not self._looking and self.scheme != "https":
+            self._looking = True
+            self.loop.call_later(LOOK_EVERY, self._look)
 
     def _look(self) -> None:
-        """While requests wait behind another nothing is read, so that nobody sees the client leave."""
-        self._looking = not self.transport.is_closing() and bool(self.pipeline)
+        waiting = bool(self.pipeline) or (self._last_answer is not None and bool(self._requests))
+        self._looking = waiting and not self.transport.is_closing()
         if not self._looking:
             return
         self._end_if_gone()
         if self._tcp_state() == _TCP_CLOSE_WAIT:
-            self._on_half_close(next(request for request in self._requests if not request.response_complete))
+            self._on_half_close()
         self.loop.call_later(LOOK_EVERY, self._look)
 
     def _tcp_state(self) -> int:
@@ -312,9 +340,14 @@ class BoundedConnection(NoUpgrades):
             return
         self.idle_since = self.loop.time()
         self.flow.resume_reading()  # which waited while there was another request
-        if self._half_closed and not self.pipeline:
+        if self._requests:
+            return
+        if self._last_answer is not None:
+            self._close_with(self._last_answer)
+        elif self._read_all:
             self.transport.close()
         elif self.cycle.more_body:  # and perhaps never comes: nobody may hold a connection like that
+            self._stop_linger_timer()
             self._linger_timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
 
     def on_message_complete(self) -> None:
@@ -332,18 +365,18 @@ class BoundedConnection(NoUpgrades):
         Most that end their side have left, though, and nothing tells them apart but what happens to something that is
         sent: so those who wait for an answer are sent an interim one.
         """
-        cycle = self.cycle
-        working = cycle is not None and not cycle.response_complete and not cycle.more_body
-        if not working or self.scheme == "https":  # TLS has no half of a connection
+        if self.waits_for_client or self.scheme == "https":  # TLS has no half of a connection
             return None
-        self._on_half_close(cycle)
+        self._read_all = True
+        self._on_half_close()
         return True
 
-    def _on_half_close(self, request: Any) -> None:
-        """request: the one at work."""
+    def _on_half_close(self) -> None:
+        """A request is at work, and the client sends nothing more; some of what it has sent may wait to be read."""
         if self._half_closed:
             return
         self._half_closed = True
+        request = self._requests[0]
         if not request.response_started and request.scope["http_version"] == "1.1":
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         for seconds in LOOK_SECONDS:
@@ -454,14 +487,29 @@ class BoundedConnection(NoUpgrades):
             self._head_timer = None
 
     def _answer_and_close(self, answer: bytes) -> None:
-        cycle = self.cycle
-        answered = cycle is not None and cycle.more_body and cycle.response_complete
-        begun = any(request.response_started and not request.response_complete for request in self._requests)
-        if answered or begun or self.pipeline:
-            # another answer would be taken for a part of the one before, or for that of the request before
-            self.transport.abort()
+        """Answer what was read last, once the requests before it have been, and read no more."""
+        if self._last_answer is not None:
             return
-        self._tell_requests()
+        self._unfed = b""
+        cycle = self.cycle
+        if cycle is not None and cycle.more_body:  # it is a part of this request
+            if cycle.response_started:  # another answer would be taken for a part of this request's
+                self.transport.abort()
+                return
+            self._requests.pop()
+            if self.pipeline:
+                self.pipeline.popleft()
+            else:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        if not self._requests:
+            self._close_with(answer)
+            return
+        self._last_answer = answer
+        self.flow.pause_reading()
+        self._start_looking()
+
+    def _close_with(self, answer: bytes) -> None:
         self.transport.write(answer)
         self.transport.close()
         self.loop.call_later(1.0, self.transport.abort)  # closing would wait for a reader that never comes

@@ -92,6 +92,13 @@ class ServerContext:
             raise no_tokenizer()
         return tokenizer
 
+    def tokenizer_of(self, name: str | None) -> Tokenizer:
+        """The tokenizer of the adapter that a request means by the name of its model, or the model's; 400 without."""
+        tokenizer = self.engine.input_processor.tokenizer_of(self.adapter(name))
+        if tokenizer is None:
+            raise no_tokenizer()
+        return tokenizer
+
     def adapter(self, name: str | None) -> LoRARequest | None:
         """The adapter that a request means by the name of its model."""
         return self.adapters.find(name) if self.adapters is not None and name else None

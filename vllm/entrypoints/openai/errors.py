@@ -9,7 +9,11 @@ from typing import Any
 
 # What must never reach a client: memory addresses, file paths, Python's own representations of objects.
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
-_PATH = re.compile(r"#/[\w/.+$~%-]*|(?:/[\w.+-]+){2,}/?|[A-Za-z]:\\[\w\\.+-]+")
+_PATH = re.compile(
+    r"https?://[^\s\"'<>]+|#/[\w/.+$~%-]*"
+    r"|(?<![\w.+-])(?:/[\w.+-]+(?: [\w.+-]+){0,3}(?=/[\w.+-]))+/[\w.+-]+/?"  # with blanks in the names of folders
+    r"|(?:/[\w.+-]+){2,}/?|[A-Za-z]:\\[\w\\.+-]+"
+)
 _OBJECT = re.compile(r"<[\w.]+ object[^>]*>|Traceback \(most recent call last\)[\s\S]*")
 _MAX_MESSAGE = 2000
 
@@ -70,9 +74,9 @@ def safe_text(message: str) -> str:
 
 
 def _hide_path(found: re.Match[str]) -> str:
-    """Routes of the API, and places in a schema, are no paths of this machine."""
+    """Routes of the API, URLs, and places in a schema, are no paths of this machine."""
     path = found.group()
-    return path if path.startswith(("/v1/", "#/")) else "(path)"
+    return path if path.startswith(("/v1/", "http", "#/")) else "(path)"
 
 
 def error_body(message: str, type: str, code: int, param: str | None = None) -> dict[str, Any]:

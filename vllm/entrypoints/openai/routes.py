@@ -399,6 +399,7 @@ async def tokenized(context: ServerContext, body: TokenizeRequest) -> bytes:
     context.check_model(body.model)
     body.refuse_later_features()
     try:
+        tokenizer = context.tokenizer_of(body.model)
         if body.messages is not None:
             text = await chat.render(context, body, body.tools)
         elif body.prompt is not None:
@@ -411,12 +412,12 @@ async def tokenized(context: ServerContext, body: TokenizeRequest) -> bytes:
         special = body.add_special_tokens
         if special is None:
             special = body.messages is None
-        ids = await context.in_lane(len(text), context.tokenizer.encode, text, special)
+        ids = await context.in_lane(len(text), tokenizer.encode, text, special)
     except Exception as error:
         raise as_api_error(error) from error
 
     def encoded() -> bytes:
-        strings = [context.tokenizer.id_to_token(i) for i in ids] if body.return_token_strs else None
+        strings = [tokenizer.id_to_token(i) for i in ids] if body.return_token_strs else None
         found = {"count": len(ids), "max_model_len": context.max_model_len, "tokens": ids, "token_strs": strings}
         return encode_at_once(found)
 
@@ -433,18 +434,18 @@ async def detokenized(context: ServerContext, body: DetokenizeRequest) -> bytes:
     """The answer of /detokenize. Raises APIError."""
     await context.discover_adapter(body.model)
     context.check_model(body.model)
-    tokenizer = context.tokenizer
     most = context.limits.max_detokenized
     if len(body.tokens) > most:
         raise bad_request(f"At most {most} tokens may be detokenized at once, got {len(body.tokens)}.", "tokens")
-
-    def decoded() -> bytes:
-        size = len(tokenizer)
-        if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < size:
-            raise bad_request(f"Token ids must be between 0 and {size - 1}.", "tokens")
-        return json.dumps({"prompt": tokenizer.decode(body.tokens)}).encode()
-
     try:
+        tokenizer = context.tokenizer_of(body.model)
+
+        def decoded() -> bytes:
+            size = len(tokenizer)
+            if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < size:
+                raise bad_request(f"Token ids must be between 0 and {size - 1}.", "tokens")
+            return json.dumps({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)}).encode()
+
         return await context.in_lane(4 * len(body.tokens), decoded)
     except Exception as error:
         raise as_api_error(error) from error
