@@ -359,8 +359,9 @@ def test_the_queue_gives_turns_as_a_search_through_all_requests_would(data: st.D
                 if work[request.account] >= 512:
                     turns, work[request.account] = turns + 1, 0
                     behind[request.account] = (*newest, turns)
-                if all(other.account != request.account for other in waiting):
+                if all(other.account != request.account for other in waiting):  # nothing is left of it
                     behind.pop(request.account, None)
+                    del work[request.account]
             if data.draw(st.booleans()):
                 waiting.append(request)
                 queue.push_back_in(request)
