@@ -43,7 +43,9 @@ class AdmissionPolicy:
     """
 
     def admit(self, request: Request, view: StepView) -> Verdict:
-        """Whether a waiting request may start in this step. It may still not start, for want of blocks."""
+        """Whether a waiting request may start in this step. It may still not start, for want of blocks; and it may be
+        asked for twice in a step, first before others are preempted for it.
+        """
         return Verdict.ADMIT
 
     def limit(self, request: Request, count: int) -> int:
