@@ -11,9 +11,9 @@ time counts, of one thread, on a GPU and for servers the clock. Shown: the media
 neighbouring turns, with the interval that holds it at 95 % (of the sign test), so that what others do to the machine
 meets both. `within`: the whole interval is below the limit.
 
-Two processes of one tree can differ by a tenth, for as long as they live (prompts on a GPU do): with `--rounds` of 6 or
-more both are started anew for each, the other tree first every second time, and the interval is that of the rounds'
-medians.
+Two processes of one tree can differ by a tenth, for as long as they live and are on one GPU together (prompts do): with
+`--rounds` of 6 or more each tree gets a process of its own in each round, one after the other and alone, the other tree
+first every second time, and the interval is that of the rounds' medians.
 
 `server` asks for whole answers, `stream` for one event a token: a tree of before 0.9.2+py3 holds tokens back for 6 ms
 and sends a tenth of the events, unless the line above has been run.
@@ -32,8 +32,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
@@ -266,77 +267,87 @@ def row(case: str, rounds: list[Times]) -> dict[str, Any]:
     }
 
 
-class Turns:
-    """Two processes, of which one works at a time; `first`: the side that is started first."""
+class Process:
+    """One tree, which measures a case when it is asked."""
 
-    def __init__(self, trees: tuple[Path, Path], models: Path | None, first: int = 0) -> None:
-        self._first = first
-        started = {side: self._start(trees[side], models) for side in (first, 1 - first)}
-        self._sides = [started[0], started[1]]
-
-    def _start(self, tree: Path, models: Path | None) -> subprocess.Popen[str]:
+    def __init__(self, tree: Path, models: Path | None) -> None:
         path = os.pathsep.join(filter(None, [str(tree.resolve()), os.environ.get("PYTHONPATH", "")]))
         environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path}
         program = [sys.executable, str(Path(__file__).resolve()), "--serve"]
         if models is not None:
             program += ["--models", str(models.resolve())]
-        return subprocess.Popen(
+        self._tree = tree
+        self._child = subprocess.Popen(
             program, cwd=tree, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def ask(self, side: int, case: str) -> None:
-        to = self._sides[side].stdin
-        assert to is not None
-        to.write(case + "\n")
-        to.flush()
+    def ask(self, case: str) -> None:
+        assert self._child.stdin is not None
+        self._child.stdin.write(case + "\n")
+        self._child.stdin.flush()
 
-    def answer(self, side: int) -> Any:
-        back = self._sides[side].stdout
-        assert back is not None
-        line = back.readline()
+    def answer(self) -> Any:
+        assert self._child.stdout is not None
+        line = self._child.stdout.readline()
         if not line:
-            raise SystemExit(f"The {('old', 'new')[side]} tree has failed; what it said is above.")
+            raise SystemExit(f"The tree in {self._tree} has failed; what it said is above.")
         return json.loads(line)
 
-    def warm(self, case: str, times: int) -> None:
-        """Both at once, but for the first time, when each looks how much memory is free: nothing is measured."""
-        sides = (self._first, 1 - self._first)
+    def measure(self, case: str) -> Any:
+        self.ask(case)
+        return self.answer()
+
+    def end(self) -> None:
+        assert self._child.stdin is not None
+        self._child.stdin.close()
+        self._child.wait()
+
+
+def warm_times(case: str) -> int:
+    return 5 if " " in case else 2  # graphs are captured when they have been used a few times
+
+
+def in_turns(sides: list[Process], case: str, pairs: int) -> Times:
+    """Two processes, of which one works at a time."""
+    for side in sides:  # the first time alone: each looks how much memory is free
+        side.measure(case)
+    for _ in range(warm_times(case) - 1):
         for side in sides:
-            self.ask(side, case)
-            self.answer(side)
-        for _ in range(times - 1):
-            for side in sides:
-                self.ask(side, case)
-            for side in sides:
-                self.answer(side)
+            side.ask(case)
+        for side in sides:
+            side.answer()
+    found: Times = ([], [])
+    for i in range(pairs):
+        for which in (0, 1) if i % 2 == 0 else (1, 0):
+            found[which].append(sides[which].measure(case))
+    return found
 
-    def compare(self, case: str, pairs: int) -> Times:
-        found: Times = ([], [])
-        for i in range(pairs):
-            for side in (0, 1) if i % 2 == 0 else (1, 0):
-                self.ask(side, case)
-                found[side].append(self.answer(side))
-        return found
 
-    def same(self, case: str) -> dict[str, Any]:
-        """How many sequences of tokens are those of the other tree."""
-        found = []
-        for side in (0, 1):  # one after the other, each with the device to itself
-            self.ask(side, case)
-            found.append(self.answer(side))
-            self._end(self._sides[side])
-        equal = [old == new for old, new in zip(*found, strict=True)]
-        return {"case": case, "sequences": len(equal), "equal": sum(equal), "within": all(equal)}
+def alone(start: Callable[[], Process], case: str, times: int) -> list[Any]:
+    """A process with the machine to itself, which ends before the next one begins."""
+    process = start()
+    for _ in range(warm_times(case) if times > 1 else 0):
+        process.measure(case)
+    found = [process.measure(case) for _ in range(times)]
+    process.end()
+    return found
 
-    def close(self) -> None:
-        for process in self._sides:
-            self._end(process)
 
-    @staticmethod
-    def _end(process: subprocess.Popen[str]) -> None:
-        if process.stdin is not None:
-            process.stdin.close()
-        process.wait()
+def in_rounds(starts: Sequence[Callable[[], Process]], case: str, rounds: int, pairs: int) -> list[Times]:
+    found: list[Times] = []
+    for i in range(rounds):
+        times: Times = ([], [])
+        for which in (0, 1) if i % 2 == 0 else (1, 0):
+            times[which].extend(alone(starts[which], case, pairs))
+        found.append(times)
+    return found
+
+
+def same(starts: Sequence[Callable[[], Process]], case: str) -> dict[str, Any]:
+    """How many sequences of tokens are those of the other tree."""
+    old, new = (alone(start, case, 1)[0] for start in starts)
+    equal = [a == b for a, b in zip(old, new, strict=True)]
+    return {"case": case, "sequences": len(equal), "equal": sum(equal), "within": all(equal)}
 
 
 def main() -> None:
@@ -358,23 +369,22 @@ def main() -> None:
         parser.error("--old is missing")
     groups = {"cpu": CPU, "gpu": GPU}
     cases = [case for name in args.cases for case in groups.get(name, (name,))]
+    starts = [partial(Process, tree, args.models) for tree in (args.old, args.new)]
     rows = []
-    for (shape, _), of_shape in groupby(cases, lambda case: (case.partition(" ")[2], case.startswith("tokens"))):
-        these = list(of_shape)
-        times: dict[str, list[Times]] = {case: [] for case in these}
-        for i in range(1 if these[0].startswith("tokens") else args.rounds):
-            turns = Turns((args.old, args.new), args.models, first=i % 2)
-            for case in these:
-                if case.startswith("tokens"):
-                    rows.append(turns.same(case))
-                else:
-                    turns.warm(case, 5 if shape else 2)  # graphs are captured when they have been used a few times
-                    times[case].append(turns.compare(case, args.pairs))
-                    if len(times[case]) < args.rounds:
-                        continue
-                    rows.append(row(case, times[case]))
+    for _, of_shape in groupby(cases, lambda case: case.partition(" ")[2]):
+        in_this = list(of_shape)
+        timed = [case for case in in_this if not case.startswith("tokens")]
+        sides = [start() for start in starts] if timed and args.rounds == 1 else []
+        for case in timed:
+            times = [in_turns(sides, case, args.pairs)] if sides else in_rounds(starts, case, args.rounds, args.pairs)
+            rows.append(row(case, times))
+            print(rows[-1], flush=True)
+        for side in sides:
+            side.end()
+        for case in in_this:
+            if case not in timed:
+                rows.append(same(starts, case))
                 print(rows[-1], flush=True)
-            turns.close()
     if args.json:
         about = {
             "trees": args.names, "rounds": args.rounds, "pairs": args.pairs, "python": sys.version.split()[0],
