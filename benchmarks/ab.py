@@ -323,10 +323,10 @@ def in_turns(sides: list[Process], case: str, pairs: int) -> Times:
     return found
 
 
-def alone(start: Callable[[], Process], case: str, times: int) -> list[Any]:
-    """A process with the machine to itself, which ends before the next one begins."""
+def alone(start: Callable[[], Process], case: str, times: int, warm: int) -> list[Any]:
+    """What a process with the machine to itself measures, which ends before the next one begins."""
     process = start()
-    for _ in range(warm_times(case) if times > 1 else 0):
+    for _ in range(warm):
         process.measure(case)
     found = [process.measure(case) for _ in range(times)]
     process.end()
@@ -338,14 +338,16 @@ def in_rounds(starts: Sequence[Callable[[], Process]], case: str, rounds: int, p
     for i in range(rounds):
         times: Times = ([], [])
         for which in (0, 1) if i % 2 == 0 else (1, 0):
-            times[which].extend(alone(starts[which], case, pairs))
+            times[which].extend(alone(starts[which], case, pairs, warm_times(case)))
         found.append(times)
+        old, new = map(statistics.median, times)
+        print(f"round {i + 1} of {rounds}: {old:.4g} s, {new:.4g} s, {new / old:.4f}", flush=True)
     return found
 
 
 def same(starts: Sequence[Callable[[], Process]], case: str) -> dict[str, Any]:
     """How many sequences of tokens are those of the other tree."""
-    old, new = (alone(start, case, 1)[0] for start in starts)
+    old, new = (alone(start, case, 1, 0)[0] for start in starts)
     equal = [a == b for a, b in zip(old, new, strict=True)]
     return {"case": case, "sequences": len(equal), "equal": sum(equal), "within": all(equal)}
 

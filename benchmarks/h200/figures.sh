@@ -30,7 +30,7 @@ step() {
 ab=(benchmarks/ab.py --old "$old" --new . --names old "$(git rev-parse --short HEAD 2>/dev/null || echo new)" --models "$models")
 shape=qwen3-0.6b
 step ab-0.6b 120 "${ab[@]}" --pairs 14 --cases "decode $shape" "tokens $shape" --json "$out/ab-0.6b.json"
-step ab-0.6b-prompts 240 "${ab[@]}" --rounds 9 --pairs 12 --cases "prefill $shape" --json "$out/ab-0.6b-prompts.json"
+step ab-0.6b-prompts 420 "${ab[@]}" --rounds 9 --pairs 12 --cases "prefill $shape" --json "$out/ab-0.6b-prompts.json"
 shape=llama-3.1-8b
 step ab-8b 300 "${ab[@]}" --pairs 10 --cases "decode $shape" "prefill $shape" "tokens $shape" --json "$out/ab-8b.json"
 step structured 80 -m benchmarks.h200.structured_output "$models" --rounds 9
