@@ -272,6 +272,7 @@ class Simulation:
         self.pooled: dict[str, bytes] = {}
         self.depth = depth
         self.ahead = False  # whether the step after the oldest one in flight is planned before its result is known
+        self.early = False  # and submitted
         self.output: dict[str, list[int]] = {}
         self.finished: dict[str, str] = {}
         self.reasons: dict[str, tuple[str, int | str | None]] = {}
@@ -310,9 +311,11 @@ class Simulation:
             if not self.device.results:
                 return plan is not None
             full = self.scheduler.num_in_flight >= self.depth
-            ahead = self.scheduler.schedule_ahead() if self.ahead and full else None
+            ahead = self.scheduler.schedule_ahead() if self.early or (self.ahead and full) else None
+            if ahead is not None and self.early:
+                self.device.submit(ahead)
             result = self.device.collect()
-            if ahead is not None:
+            if ahead is not None and not self.early:
                 self.device.submit(ahead)
             self.record(self.scheduler.apply(result))
         return True

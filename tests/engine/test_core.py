@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
@@ -32,6 +32,7 @@ class Device:
         self.kv_layout = KVLayout.alike((group,), block_size=4, kv_heads=1, head_dim=2, bytes_per_element=4)
         self.num_blocks = 40
         self.max_in_flight = max_in_flight
+        self.ahead = False  # whether steps go on from tokens that have not been told
         self.fails_at: dict[int, BaseException] = {}
         self.in_flight: deque = deque()
         self.deepest = 0
@@ -44,6 +45,9 @@ class Device:
 
     def prepare(self) -> bool:
         return False
+
+    def runs_ahead(self) -> bool:
+        return self.ahead
 
     def collect(self) -> StepResult:
         plan = self.in_flight.popleft()
@@ -103,6 +107,23 @@ def test_as_many_steps_in_flight_as_the_device_takes(depth):
     assert core.add_requests([request(str(i), max_tokens=4 + i) for i in range(7)]) == []
     assert run(core) == {str(i): (4 + i, "length") for i in range(7)}
     assert device.deepest == depth
+    assert_empty(core)
+
+
+def test_stages_get_their_next_step_before_there_are_the_tokens_that_it_goes_on_from():
+    core, device = new_core(2, stages=2)
+    device.ahead = True
+    core.add_requests([request("0")])
+    tokens = Counter(output.request_id for output in core.step())
+    assert tokens == {"0": 1} and len(device.in_flight) == 1, "it goes on, alone"
+    core.add_requests([request(str(i)) for i in range(1, 4)])
+    for _ in range(3):
+        tokens.update(output.request_id for output in core.step())
+    assert device.deepest == 3 and [len(plan.slots) for plan in device.in_flight] == [2, 2]
+    device.fails_at[device.steps + 2] = RuntimeError("broken")
+    ends = run(core)
+    assert all(tokens[name] + count == 6 and end == "length" for name, (count, end) in ends.items())
+    assert len(ends) == 4
     assert_empty(core)
 
 

@@ -133,14 +133,40 @@ def _plan(
     )  # fmt: skip
 
 
+def _with_drafts(plan: StepPlan, *drafts: int) -> StepPlan:
+    return replace(plan, drafts=np.array(drafts, np.int32))
+
+
+def test_what_steps_in_flight_sample_is_taken_in_for_the_plan_that_goes_on_from_it() -> None:
+    known = KnownTokens()
+
+    def planned(step: int, slots: list[int], *new: int) -> int:
+        inits = tuple(SlotInit(str(slot), slot, [1], 1, 0, ([],), SamplingParams(), 0, ()) for slot in new)
+        return known.planned(_plan(step, slots, [1] * len(slots), [0] * len(slots), inits))
+
+    def sampled(step: int, slots: list[int]) -> None:
+        count = len(slots)
+        known.sampled(_plan(step, slots, [1] * count, [0] * count), StepResult(step, [7] * count, {}, {}, {}, 0.0))
+
+    assert [planned(0, [0, 1], 0, 1), planned(1, [2], 2)] == [0, 0]
+    assert planned(2, [0, 1]) == 1, "not that of step 1, which is for nobody here"
+    assert planned(3, [1], 1) == 0, "who enters a slot waits for no token of who was there"
+    assert planned(4, [2]) == 1 and planned(5, [1]) == 2
+    for step, slots in enumerate([[0, 1], [2], [0, 1], [1], [2], [1]]):
+        sampled(step, slots)
+    assert planned(6, [3], 3) == 2, "what has ended waits for nobody's need"
+    assert known.take() is None and known.planned(_with_drafts(_plan(7, [3], [2], [1]), 1)) == 1
+
+
 def test_tokens_of_requests_that_left_their_slot_are_not_told() -> None:
     known = KnownTokens()
-    first, second = _plan(0, [0, 1, 2], [4, 1, 7], [0, 5, 0]), _plan(1, [1], [3], [0])
+    first = _with_drafts(_plan(0, [0, 1, 2], [4, 1, 7], [0, 5, 0]), 0, 0, 0)
+    second = _with_drafts(_plan(1, [1], [3], [0]), 0)
     known.planned(first)
     init = SlotInit("new", 1, [1, 2, 3], 3, 0, ([],), SamplingParams(), 0, ())
     known.planned(_plan(1, [1], [3], [0], new=(init,)))
-    known.sampled(first, StepResult(0, [11, 12, -1], {}, {}, {}, 0.0))
-    known.sampled(second, StepResult(1, [13], {}, {}, {}, 0.0))
+    known.sampled(first, StepResult(0, [11, 12], {}, {}, {}, 0.0, counts=[1, 1, 0]))
+    known.sampled(second, StepResult(1, [13], {}, {}, {}, 0.0, counts=[1]))
     found = known.take()
     assert found is not None and known.take() is None
     assert [found.slots.tolist(), found.positions.tolist(), found.token_ids.tolist()] == [[0, 1], [4, 3], [11, 13]]

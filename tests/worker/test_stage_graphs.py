@@ -24,7 +24,7 @@ from vllm.worker.cuda_graphs import DecodeGraphs
 from vllm.worker.input_builder import Laid
 from vllm.worker.model_runner import ModelRunner
 from vllm.worker.stage_graphs import StageGraphs, uniform
-from vllm.worker.stage_runner import StageRunner
+from vllm.worker.stage_runner import StageRunner, StageTokens
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("the interpreter is not chosen", allow_module_level=True)
@@ -65,13 +65,15 @@ class Queue:
 
 
 class Staged:
-    """A driver whose runner is the last of two stages; plans go to both, tokens to the first with the next plan."""
+    """A driver whose runner is the last of two stages; plans go to both, tokens to the first with the next plan, which
+    the last stage sends, unless there are drafts.
+    """
 
     def __init__(self, sizes: tuple[list[int], list[int]]) -> None:
-        self.driver, link = Driver(Toy()), Queue()
+        self.driver, link, tokens = Driver(Toy()), Queue(), Queue()
         self.contexts = Recording(), Recording()
         models = Half(0), Half(1)
-        places = Pipeline(0, 2, None, link), Pipeline(1, 2, link, None)  # type: ignore[arg-type]
+        places = Pipeline(0, 2, None, link, tokens), Pipeline(1, 2, link, None, tokens)  # type: ignore[arg-type]
         caches = [[torch.zeros(256, 2, HEADS, BLOCK, DIM)] for _ in models]
         first, last = (layout_of(model.traits, BLOCK) for model in models)
         common: dict[str, Any] = {"num_slots": 8, "max_model_len": 300}
@@ -82,12 +84,13 @@ class Staged:
         self.first.decode_steps = StageGraphs(self.first, self.contexts[0], sizes[0], 300)
         self.last.decode_steps = DecodeGraphs(self.last, self.contexts[1], sizes[1], 300)
         self.known = KnownTokens()
+        self.tokens = StageTokens(self.last.table, self.contexts[1], tokens)  # type: ignore[arg-type]
 
     def run(self, plan: StepPlan) -> Any:
         known = self.known.take()
-        self.known.planned(plan)
-        self.first.execute(plan, known)
+        self.first.execute(plan, known, self.known.planned(plan))
         self.driver.result = result = self.last.execute(plan).result()
+        self.tokens.send(plan)
         self.known.sampled(plan, result)
         return result
 
@@ -142,6 +145,34 @@ def test_stages_prepare_steps_each_by_itself() -> None:
     for context, before in zip(staged.contexts, recorded, strict=True):
         shared = context.recorded - before  # what ends with hidden states is captured when it comes
         assert shared <= 1 and context.replayed > 0
+
+
+def test_a_token_for_a_slot_that_is_filled_again_is_nobodys() -> None:
+    """It arrives after the new request's tokens, and stands at one of their positions."""
+    staged, link = Staged(([1], [1])), Queue()
+    (first, last), context = (staged.first.table, staged.last.table), staged.contexts[0]
+    sender, receiver = (StageTokens(table, context, link) for table in (last, first))  # type: ignore[arg-type]
+    driver = staged.driver
+    add([driver], 2)
+    plan = driver.plan()
+    for init in plan.new:
+        last.tokens[init.slot, len(init.token_ids)] = 90 + init.slot
+    receiver.expect(plan)
+    slot, where = plan.new[1].slot, len(plan.new[1].token_ids)
+    refilled = plan.new[1]._replace(token_ids=list(range(where + 3)))
+    empty = plan.slots[:0]
+    receiver.expect(msgspec.structs.replace(
+        plan, step_id=plan.step_id + 1, new=(refilled,), slots=empty, num_tokens=empty, num_computed=empty,
+        sample=plan.sample[:0],
+    ))  # fmt: skip
+    first.enter([refilled])
+    sender.send(plan)
+    receiver.receive(1)
+    kept = plan.new[0]
+    assert first.tokens[kept.slot, len(kept.token_ids)] == 90 + kept.slot
+    assert first.tokens[slot, : where + 3].tolist() == list(range(where + 3)) and not link.sent
+    with pytest.raises(NotImplementedError, match="Masks"):
+        sender.send(msgspec.structs.replace(plan, late=np.ones(len(plan.slots), bool)))
 
 
 class Rounded:

@@ -14,8 +14,8 @@ class SchedulerLimits:
     account_share: the part of the slots, or of the blocks, that one account may keep while others wait.
     num_drafts: drafts that the device proposes behind every token it samples; each step of a request verifies them.
     max_pending: tokens of a request in flight with which it is still planned: 0 where its next step needs to know the
-    last token on the host, 1 where it may be planned, but not submitted, before that, as in a pipeline. None: as many
-    as there are steps in flight.
+    last token on the host, 1 where it may be planned before that, as in a pipeline. None: as many as there are steps in
+    flight.
     max_gap: seconds that a step may take which also computes an answer's next token, or may soon; 0 for any.
     stages: of a pipeline; a step takes so small a part of the requests that all stages have work.
     vocab_size: ids of tokens are below it.

@@ -351,7 +351,7 @@ class Scheduler:
         self, more: Callable[[list[Request], list[bool]], dict[str, Any]] | None = None
     ) -> StepPlan | None:
         """As `schedule`, of a pipeline: plan what follows the oldest step in flight, which brings the tokens that the
-        first stage must be told with it. It may be submitted when that step has ended, before its result is applied.
+        first stage goes on from. It may be submitted before the result of that step is applied.
         """
         if not self._in_flight:
             return None

@@ -47,13 +47,15 @@ class Link:
 @dataclass(frozen=True, slots=True)
 class Pipeline:
     """This rank's stage among `world`.   previous, next: links to the ranks that have the layers before and after,
-    None at the ends, and for a stage that is looked at alone.
+    None at the ends, and for a stage that is looked at alone.   tokens: between the last stage and the first, which
+    learns from it what was sampled; None for stages in between, and where the host tells it.
     """
 
     rank: int = 0
     world: int = 1
     previous: Link | None = None
     next: Link | None = None
+    tokens: Link | None = None
 
     @property
     def is_first(self) -> bool:
@@ -83,7 +85,7 @@ class Pipeline:
 
     def close(self) -> None:
         """Let go of the neighbours."""
-        for link in (self.previous, self.next):
+        for link in (self.previous, self.next, self.tokens):
             if link is not None:
                 link.close()
 

@@ -328,8 +328,12 @@ class EngineCore:
             if self.has_work():
                 time.sleep(IDLE_SECONDS)
             return []
-        # A stage waits for the tokens of the oldest step: what it does with them is planned before they are here.
-        ahead = self._plan(scheduler.schedule_ahead) if self._pipelined and self._is_full else None
+        # The first stage goes on from the tokens of the oldest step: it shall know how before they are here.
+        runs_ahead = self._pipelined and executor.runs_ahead()
+        ahead = self._plan(scheduler.schedule_ahead) if runs_ahead or (self._pipelined and self._is_full) else None
+        if ahead is not None and runs_ahead:
+            self._start(*ahead)
+            ahead = None
         self._submitted -= 1
         result = executor.collect()
         failure: Exception | None = None

@@ -31,6 +31,9 @@ class Executor(Protocol):
     def collect(self) -> StepResult:
         """Wait for the oldest step in flight. Raises whatever made it fail; the step is then no longer in flight."""
 
+    def runs_ahead(self) -> bool:
+        """Whether a plan may be submitted that goes on from tokens which steps in flight have yet to sample."""
+
     def prepare(self) -> bool:
         """Do a piece of what later steps would have to wait for; whether there is more. Nothing may be in flight."""
 

@@ -38,10 +38,11 @@ class Start(msgspec.Struct, array_like=True, tag="start"):
 
 
 class Step(msgspec.Struct, array_like=True, tag="step"):
-    """Execute a plan. known: of a pipeline, what was sampled since the last plan that was sent."""
+    """Execute a plan. known, told: of a pipeline, see `StageRunner.execute`."""
 
     plan: StepPlan
     known: Known | None = None
+    told: int = 0
 
 
 class Call(msgspec.Struct, array_like=True, tag="call"):
@@ -86,13 +87,13 @@ def frame(message: ToRank | FromRank) -> bytes:
     return frames.frame(codec.encode(message))
 
 
-def step_message(plan: StepPlan, known: Known | None = None) -> Step:
+def step_message(plan: StepPlan, known: Known | None = None, told: int = 0) -> Step:
     """The plan as a message. Logits processors and masks stay behind: only the first rank samples."""
     if plan.masks is not None or plan.late is not None:
         plan = replace(plan, masks=None, late=None)
     if any(isinstance(init.params, SamplingParams) and init.params.logits_processors for init in plan.new):
         plan = replace(plan, new=tuple(init._replace(params=_without_functions(init.params)) for init in plan.new))
-    return Step(plan, known)
+    return Step(plan, known, told)
 
 
 def _without_functions(params: SamplingParams | PoolingParams) -> SamplingParams | PoolingParams:

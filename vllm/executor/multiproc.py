@@ -1,7 +1,7 @@
 """Several ranks on one host: the first one in this process, the others in processes of their own.
 
 Plans are sent to every rank and executed by all in the same order. Only the first rank samples and knows results; of a
-pipeline it is on the last stage, and other stages are told the tokens with the next plan. A rank that fails takes the
+pipeline it is on the last stage, and the first one is told what that has sampled. A rank that fails takes the
 executor down: the others may wait for it inside a collective operation, and cannot be trusted to agree again.
 """
 
@@ -27,7 +27,7 @@ from vllm.ipc import functions
 from vllm.ipc.child import start_child
 from vllm.logger import init_logger
 from vllm.model_executor.models.registry import ModelRegistry
-from vllm.step.known import KnownTokens
+from vllm.step.known import KnownTokens, is_told
 from vllm.step.plan import RowMasks, StepPlan
 from vllm.step.result import StepResult
 from vllm.worker.step_handle import Handle
@@ -238,16 +238,19 @@ class MultiprocExecutor:
     def submit(self, plan: StepPlan) -> None:
         """Start a step on every rank."""
         worker = self.worker
-        known = None
+        known, told = None, 0
         if self._known is not None:
-            known = self._known.take()
-            self._known.planned(plan)
-        message = codec.step_message(plan, known)
+            known, told = self._known.take(), self._known.planned(plan)
+        message = codec.step_message(plan, known, told)
         try:
             self._broadcast(message)
             self._in_flight.append(_Step(plan, None if self._defers else worker.execute(plan)))
         except Exception as error:
             raise self._break(error) from error
+
+    def runs_ahead(self) -> bool:
+        """Whether no token of a step in flight must be known here before a plan that goes on from it is submitted."""
+        return self.max_in_flight > 1 and (self._known is None or all(is_told(s.plan) for s in self._in_flight))
 
     def complete(self, step_id: int, masks: RowMasks | None) -> None:
         """Give the step submitted last the masks that it waits for; only the first rank samples and needs them."""

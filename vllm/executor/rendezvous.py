@@ -163,12 +163,28 @@ def _linked(seat: Seat, timeout: timedelta, device: torch.device) -> Pipeline:
             group = dist.new_group([before, after], timeout=timeout)
             if seat.index in (before, after):
                 links[stage] = Link(after if seat.index == before else before, group, depth=seat.pp + 1)
-    pipeline = Pipeline(seat.stage, seat.pp, links.get(seat.stage - 1), links.get(seat.stage))
+    tokens = _token_link(seat, timeout) if seat.pp > 1 else None
+    pipeline = Pipeline(seat.stage, seat.pp, links.get(seat.stage - 1), links.get(seat.stage), tokens)
     # a group's first message sets up its connection, which may wait for the other end: stage by stage, now
     pipeline.receive(1, 1, torch.float32, device)
     if pipeline.next is not None:
         pipeline.send(torch.zeros(1, 1, device=device))
+    if tokens is not None and pipeline.is_last:
+        tokens.send(torch.zeros(1, device=device))
+    elif tokens is not None:
+        tokens.receive(torch.zeros(1, device=device))
     return pipeline
+
+
+def _token_link(seat: Seat, timeout: timedelta) -> Link | None:
+    """From each rank of the last stage to its counterpart in the first; None for stages in between."""
+    found = None
+    for first, last in zip(seat.sharers(0), seat.sharers(seat.pp - 1), strict=True):
+        group = dist.new_group([last, first], timeout=timeout)
+        if seat.index in (first, last):
+            # what was sampled is received when a plan needs it, or with the first one after its result
+            found = Link(first if seat.index == last else last, group, depth=2 * (seat.pp + 1))
+    return found
 
 
 def leave() -> None:

@@ -66,6 +66,10 @@ class UniprocExecutor:
         """The result of the oldest step in flight."""
         return self._in_flight.popleft().result()
 
+    def runs_ahead(self) -> bool:
+        """Whether a plan may be submitted that goes on from tokens which steps in flight have yet to sample."""
+        return self.max_in_flight > 1
+
     def prepare(self) -> bool:
         """Let the worker capture graphs that will be needed."""
         return self.worker.prepare()

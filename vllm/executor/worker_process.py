@@ -53,7 +53,7 @@ class Rank:
             message = self._receive()
             match message:
                 case codec.Step():
-                    self._ready_worker().follow(message.plan, message.known)
+                    self._ready_worker().follow(message.plan, message.known, message.told)
                 case codec.Call():
                     self._send(self._call(message))
                 case codec.Begin():

@@ -1,7 +1,10 @@
-"""Runs plans on a pipeline stage before the last: takes the stream in, computes its layers, hands the stream on."""
+"""Runs plans on a pipeline stage before the last: takes the stream in, computes its layers, hands the stream on.
+The first stage also takes in what the last one has sampled.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -11,9 +14,9 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from vllm.distributed.parallel_state import SINGLE, TensorParallel
-from vllm.distributed.pipeline import Pipeline
+from vllm.distributed.pipeline import Link, Pipeline
 from vllm.model_executor.models.traits import Model
-from vllm.step.known import Known
+from vllm.step.known import Known, is_told
 from vllm.step.kv_policy import KVLayout
 from vllm.step.plan import Column, StepPlan, require_known
 from vllm.worker.adapters import ROWS_WITH_ADAPTERS, WorkerAdapters
@@ -34,8 +37,50 @@ class StageSteps(Protocol):
         """[tokens, hidden] of a plan, which the next one overwrites; None for a plan that is not covered."""
 
 
+class StageTokens:
+    """The way of sampled tokens from the last stage to the first, without the host.
+
+    A step's tokens are sent as soon as they are sampled, and received when a plan needs them.
+    """
+
+    def __init__(self, table: SlotTable, context: DeviceContext, link: Link) -> None:
+        self._table, self._context, self._link = table, context, link
+        self._awaited: deque[tuple[int, np.ndarray, np.ndarray]] = deque()  # step, slots and positions of its tokens
+        self._entered: np.ndarray = np.full(table.num_slots, -1, np.int64)  # by slot: the step in which it was filled
+
+    def send(self, plan: StepPlan) -> None:
+        """On the last stage, behind a step: its tokens are on their way."""
+        if plan.late is not None:
+            raise NotImplementedError("Masks of a pipeline's steps are known when these begin.")
+        if is_told(plan):
+            (index,) = self._context.upload([self._table.token_index(*_sampled(plan))])
+            self._link.send(self._table.read_tokens(index))
+
+    def expect(self, plan: StepPlan) -> None:
+        """On the first stage: a step has begun."""
+        for init in plan.new:
+            self._entered[init.slot] = plan.step_id
+        if is_told(plan):
+            self._awaited.append((plan.step_id, *_sampled(plan)))
+
+    def receive(self, count: int) -> None:
+        """Take in the tokens of the oldest steps. Those of requests that have left their slot are nobody's."""
+        for _ in range(count):
+            step, slots, positions = self._awaited.popleft()
+            kept = np.flatnonzero(self._entered[slots] <= step)
+            index, rows = self._context.upload([self._table.token_index(slots[kept], positions[kept]), kept])
+            ids = self._link.receive(torch.empty(len(slots), dtype=torch.int64, device=self._context.device))
+            self._table.write_tokens(index, ids if len(kept) == len(slots) else ids[rows])
+
+
+def _sampled(plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
+    """Slots and positions of the tokens that a step samples."""
+    rows = plan.sample
+    return plan.slots[rows], (plan.num_computed + plan.num_tokens)[rows]
+
+
 class StageRunner:
-    """One rank's share of the layers of a stage. It samples nothing: the host tells it each token."""
+    """One rank's share of the layers of a stage. It samples nothing: it is told each token."""
 
     def __init__(
         self,
@@ -66,13 +111,19 @@ class StageRunner:
         if adapters is not None:
             adapters.follow(self.table.columns[adapters.column.name].host)
         self.builder = InputBuilder(self.table, context, np.zeros(num_slots, bool))
+        self._tokens = None if pipeline.tokens is None else StageTokens(self.table, context, pipeline.tokens)
         self.decode_steps: StageSteps | None = None
         self.mixed_steps: MixedSteps | None = None
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan, known: Known | None = None) -> None:
-        """Compute a step's tokens. known: tokens that were sampled since the plan before."""
+    def execute(self, plan: StepPlan, known: Known | None = None, told: int = 0) -> None:
+        """Compute a step's tokens. known: tokens that the host has got to know since the plan before.   told: of so
+        many steps, the oldest ones, the last stage's tokens are taken in before.
+        """
         require_known(plan, KNOWN, "A pipeline stage")
+        if self._tokens is not None:
+            self._tokens.receive(told)
+            self._tokens.expect(plan)
         if known is not None:
             index, ids = self.context.upload(
                 [self.table.token_index(known.slots, known.positions), np.array(known.token_ids)]

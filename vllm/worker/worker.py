@@ -46,7 +46,7 @@ from vllm.worker.kv_memory import CacheMemory, CacheRequest
 from vllm.worker.model_runner import ModelRunner
 from vllm.worker.pool import OwnPooler, Pooler, PoolingKind
 from vllm.worker.profiler import WorkerProfiler
-from vllm.worker.stage_runner import StageRunner
+from vllm.worker.stage_runner import StageRunner, StageTokens
 from vllm.worker.step_handle import Handle
 from vllm.worker.virtual_tokens import VirtualTokenTable
 
@@ -121,6 +121,7 @@ class Worker:
             for head_dim in head_sizes(self.model.traits):
                 attention_backends.check(attention, cast(torch.nn.Module, self.model), head_dim, dtype, stored)
         self.runner: ModelRunner | StageRunner | None = None
+        self._tokens: StageTokens | None = None  # on a pipeline's last stage
         self._graphs: DecodeGraphs | StageGraphs | None = None
         self._mixed_graphs: MixedGraphs | None = None
         self._profiler: WorkerProfiler | None = None
@@ -274,7 +275,9 @@ class Worker:
     def start(self, num_blocks: int) -> None:
         """Allocate the cache and become ready for plans."""
         num_states = self.layout.policy.num_states(self.config.scheduler_config.max_num_seqs)
-        self.runner = self._make_runner(self._allocate(num_blocks, num_states))
+        self.runner = runner = self._make_runner(self._allocate(num_blocks, num_states))
+        if isinstance(runner, ModelRunner) and self.ranks.pp.tokens is not None:
+            self._tokens = StageTokens(runner.table, self.context, self.ranks.pp.tokens)
         graphs = self.config.compilation_config.cudagraph_capture_sizes
         if self.device.type == "cuda" and graphs:
             self._use_graphs(self.runner)
@@ -436,7 +439,7 @@ class Worker:
                 graphs.close()
         if self.runner is not None:
             self.runner.decode_steps = self.runner.mixed_steps = None  # which know the runner: memory is free at once
-        self._graphs = self._mixed_graphs = self.runner = None
+        self._graphs = self._mixed_graphs = self.runner = self._tokens = None
 
     def _run_largest_step(self) -> None:
         """A step of max_num_batched_tokens tokens and max_num_seqs rows of logits, all in the null block."""
@@ -460,18 +463,22 @@ class Worker:
         if not isinstance(self.runner, ModelRunner):
             raise RuntimeError("The worker has no KV cache yet, call start() first; or it does not sample.")
         self._balance(plan)
-        return self.runner.execute(plan)
+        handle = self.runner.execute(plan)
+        if self._tokens is not None:
+            with torch.inference_mode():
+                self._tokens.send(plan)
+        return handle
 
     def _balance(self, plan: StepPlan) -> None:
         """Let experts change places before a step, where that is asked for and due: on all ranks before the same."""
         if self._balancer is not None and (plan.exchanged or len(plan.slots)):
             self._balancer.step()
 
-    def follow(self, plan: StepPlan, known: Known | None) -> None:
-        """Queue one step whose result is nobody's business here. known: see `StageRunner.execute`."""
+    def follow(self, plan: StepPlan, known: Known | None, told: int) -> None:
+        """Queue one step whose result is nobody's business here. known, told: see `StageRunner.execute`."""
         if isinstance(self.runner, StageRunner):
             self._balance(plan)
-            self.runner.execute(plan, known)
+            self.runner.execute(plan, known, told)
         else:
             self.execute(plan)
 
