@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import os
 import random
 import statistics
 import threading
@@ -105,10 +106,18 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement, at least")
     parser.add_argument("--turns", type=int, default=4, help="of each: idle, greedy alone, both")
     parser.add_argument("--only", default="", help="greedy requests whose name has this in it")
+    parser.add_argument(
+        "--server-cores", type=int, help="this process's first cores, for the server; clients on others"
+    )
     parser.add_argument("--out", type=Path, help="also write the figures there, as JSON")
     args = parser.parse_args()
     rows = []
+    cores = sorted(os.sched_getaffinity(0))
+    if args.server_cores:
+        os.sched_setaffinity(0, cores[: args.server_cores])
     with serving() as (port, _):
+        if args.server_cores:
+            os.sched_setaffinity(0, cores[args.server_cores :])
         ask(port, GREEDY["n=2,000 of 30 tokens"])  # warm
         for name, body in ((name, body) for name, body in GREEDY.items() if args.only in name):
             idle: list[float] = []

@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,40 @@ def test_names_are_those_that_each_front_end_gave(ends: Ends) -> None:
     told = [ends.said(i) for i in range(3)]
     assert [sorted({o.request_id for o in outputs}) for outputs in told] == [["a", "b"], ["a", "b"], []]
     assert sum(len(o.new_token_ids) for o in told[0]) == sum(len(o.new_token_ids) for o in told[1]) == 12
+
+
+def test_many_requests_at_once_hold_up_nobody_who_runs(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are taken in between its steps, some at a time; what is said after them is done after them."""
+    server, core, far = ends.server, ends.core, ends.far
+    far[1].sendall(wire.frame(wire.AddRequests([request("mine", max_tokens=40)])))
+    server._take_in(0.1)
+    monkeypatch.setattr(core_process, "BESIDE_SECONDS", 0.0)
+    unreadable = request("odd")
+    unreadable.seed = "none"  # type: ignore[assignment]
+    many = [request(str(i), max_tokens=30) for i in range(5)]
+    far[2].sendall(wire.frame(wire.AddRequests([*many, unreadable])) + wire.frame(wire.Abort(["0", "4"])))
+    far[0].sendall(wire.frame(wire.AddRequests([request("late")])))
+    seen: list[set[str]] = []
+    while core.has_unfinished() or server._inbox:
+        server._take_in(0.0)
+        seen.append(set(core.request_ids()))
+        server._report(core.step())
+    assert len(seen[0]) == 2 and all(len(now - before) <= 1 for before, now in pairwise(seen))
+    ended = {output.request_id: output.finish_reason for output in ends.said(2) if output.finish_reason is not None}
+    assert ended == {"1": "length", "2": "length", "3": "length", "odd": "error"}
+    assert ends.said(0)[-1].finish_reason == ends.said(1)[-1].finish_reason == "length"
+
+
+def test_requests_of_one_who_leaves_are_not_taken_in(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_process, "TAKE_SECONDS", 0.0)
+    for i in (1, 2):
+        ends.far[i].sendall(wire.frame(wire.AddRequests([request("a"), request("b")])))
+    ends.server._take_in(0.1)
+    assert len(ends.core.request_ids()) == 1 and len(ends.server._inbox) == 3
+    ends.server._leave(ends.server._by_prefix["2/"])
+    for _ in range(3):
+        ends.server._take_in(0.0)
+    assert ends.core.request_ids() == ["1/a", "1/b"]
 
 
 def test_one_that_reads_nothing_holds_up_nobody(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,10 +104,13 @@ class EngineCore:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def add_requests(self, requests: Iterable[CoreRequest]) -> list[CoreOutput]:
-        """Queue requests. Returns the ends of those that cannot be served."""
+    def add_requests(self, requests: Iterable[CoreRequest], calls: int = 1) -> list[CoreOutput]:
+        """Queue requests. Returns the ends of those that cannot be served.
+
+        calls: of how many calls these are the first; copies that share experts count as many.
+        """
         self.check_alive()
-        self._calls += 1
+        self._calls += calls
         rejected = []
         for request in requests:
             rejected += self._queue(request)

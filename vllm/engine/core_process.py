@@ -22,6 +22,7 @@ import termios
 import threading
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -49,8 +50,9 @@ SEND_SECONDS = 1.0
 MOST_UNREAD = 1 << 20  # bytes in its socket, with which it is told nothing more
 NOTHING = (0, 0, 0)  # missed by a front end
 WHOLE_SECONDS = 0.05  # so often are tokens told of which nobody looks before the last one
-# Of each turn between two steps, for what the front end has sent: many long prompts must not hold up who is running.
-TAKE_SECONDS = 0.02
+# Of each turn between two steps, for what front ends have sent, while nobody runs and while somebody does: he must not
+# be held up by many requests, nor by long prompts.
+TAKE_SECONDS, BESIDE_SECONDS = 0.02, 0.003
 # What a front end may call by name; nothing else is reachable from the socket.
 CALLABLE = frozenset(
     {
@@ -131,10 +133,12 @@ class Peer:
         """Whether what is held may be told later, since nobody looks at it before."""
         return self.whole.issuperset(self.held) and time.monotonic() - self.told < WHOLE_SECONDS
 
-    def take(self, requests: Sequence[CoreRequest]) -> None:
-        """Note what requests, named as by the front end, want to be told when."""
-        self.singly.update(r.request_id for r in requests if _wants_tokens_singly(r))
-        self.whole.update(r.request_id for r in requests if _is_wanted_whole(r))
+    def take(self, request: CoreRequest) -> None:
+        """Note what a request, named as by the front end, wants to be told when."""
+        if _wants_tokens_singly(request):
+            self.singly.add(request.request_id)
+        if _is_wanted_whole(request):
+            self.whole.add(request.request_id)
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Requests have ended."""
@@ -187,6 +191,7 @@ class CoreServer:
         self._readable = select.poll()
         for number in self._peers:
             self._readable.register(number, select.POLLIN)
+        self._inbox: deque[tuple[Peer, wire.Abort | wire.Call | wire.Stop | msgspec.Raw]] = deque()  # requests are raw
         self._steps = 0  # since the last statistics
         self._heart = Heart()
         self._stopping = False
@@ -204,7 +209,7 @@ class CoreServer:
         """Work while there is something to do, sleep until there is otherwise."""
         core, prepares = self._core, True
         while not self._stopping:
-            busy = core.has_work()
+            busy = core.has_work() or bool(self._inbox)
             self._heart.beat(busy)
             if not busy:
                 self._send_held()
@@ -311,22 +316,23 @@ class CoreServer:
         """
         for peer in [peer for peer in self._peers.values() if peer.gone]:
             self._leave(peer)
-        ready = self._readable.poll(1000 * patience)
+        ready = [] if self._inbox else self._readable.poll(1000 * patience)
         if not ready and patience:
             self._core.check_health()  # a rank may die while nobody asks for anything
-        deadline = time.monotonic() + TAKE_SECONDS
-        while ready and not self._stopping:
+        deadline = time.monotonic() + (BESIDE_SECONDS if self._core.has_unfinished() else TAKE_SECONDS)
+        while (ready or self._inbox) and not self._stopping:
             for number, _ in ready:
                 self._read(self._peers[number])
+            self._work_off(deadline)
             if time.monotonic() > deadline:
                 return
             ready = self._readable.poll(0)
 
     def _read(self, peer: Peer) -> None:
-        """Handle what a front end has sent, or its end."""
+        """Take in what a front end has sent, or handle its end."""
         try:
             bodies = read_frames(peer.connection, peer.frames)
-            messages = None if bodies is None else [_decoded(body) for body in bodies]
+            messages = None if bodies is None else [wire.decode_to_core(body) for body in bodies]
         except (ValueError, msgspec.DecodeError, OSError):
             if peer is self._first:
                 raise
@@ -338,8 +344,40 @@ class CoreServer:
             self._leave(peer)
             return
         for message in messages:
-            if not peer.gone:
-                self._handle(peer, message)
+            if isinstance(message, wire.Added):
+                self._core.add_requests([])
+                self._inbox.extend((peer, request) for request in message.requests)
+            else:
+                self._inbox.append((peer, message))
+
+    def _work_off(self, deadline: float) -> None:
+        """Handle what was taken in, in its order, until then."""
+        while self._inbox and not self._stopping:
+            peer, item = self._inbox.popleft()
+            if peer.gone:
+                continue
+            if isinstance(item, msgspec.Raw):
+                self._add(peer, item)
+            else:
+                self._handle(peer, item)
+            if time.monotonic() > deadline:
+                return
+
+    def _add(self, peer: Peer, raw: msgspec.Raw) -> None:
+        """Queue a request of a front end, which is told at once if it cannot be served."""
+        try:
+            request = wire.decode_request(raw)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            peer.send(wire.StepOutputs([_refusal(raw, error)], self._stats(peer)))
+            return
+        peer.take(request)
+        name = request.request_id
+        if peer.prefix:
+            peer.name_in_core(request)
+        for output in self._core.add_requests([request], calls=0):
+            output.request_id = name
+            peer.forget([name])
+            peer.send(wire.StepOutputs([output], self._stats(peer)))
 
     def _leave(self, peer: Peer) -> None:
         """A front end is gone, and nobody wants what its requests would bring."""
@@ -349,25 +387,10 @@ class CoreServer:
         peer.close()
         self._core.abort([name for name in self._core.request_ids() if name.startswith(peer.prefix)])
 
-    def _handle(self, peer: Peer, message: wire.ToCore | wire.StepOutputs) -> None:
-        prefix = peer.prefix
-        if isinstance(message, wire.AddRequests):
-            peer.take(message.requests)
-            if prefix:
-                for request in message.requests:
-                    peer.name_in_core(request)
-            rejected = self._core.add_requests(message.requests)
-            if rejected:
-                for output in rejected:
-                    output.request_id = output.request_id.removeprefix(prefix)
-                peer.forget(output.request_id for output in rejected)
-                peer.send(wire.StepOutputs(rejected, self._stats(peer)))
-        elif isinstance(message, wire.StepOutputs):
-            self._core.add_requests([])
-            peer.send(wire.StepOutputs(message.outputs, self._stats(peer)))
-        elif isinstance(message, wire.Abort):
+    def _handle(self, peer: Peer, message: wire.Abort | wire.Call | wire.Stop) -> None:
+        if isinstance(message, wire.Abort):
             peer.forget(message.request_ids)
-            self._core.abort([prefix + request_id for request_id in message.request_ids])
+            self._core.abort([peer.prefix + request_id for request_id in message.request_ids])
             peer.send(wire.StepOutputs([], self._stats(peer)))
         elif isinstance(message, wire.Call):
             peer.send(self._call(message))
@@ -409,23 +432,12 @@ def _is_wanted_whole(request: CoreRequest) -> bool:
     return not params.stop and params.logprobs is None and params.prompt_logprobs is None
 
 
-def _decoded(body: bytes) -> wire.ToCore | wire.StepOutputs:
-    """A message of the front end, or the ends of its requests if they cannot be read. Raises for any other."""
-    try:
-        message: wire.ToCore = wire.decode_to_core(body)
-        return message
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        return _refusal(body, error)
-
-
-def _refusal(body: bytes, error: Exception) -> wire.StepOutputs:
-    """The ends of requests that could be sent but not be read. Raises `error` if the message is anything else."""
+def _refusal(raw: msgspec.Raw, error: Exception) -> CoreOutput:
+    """The end of a request that could be sent but not be read. Raises `error` if it has no name."""
     with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
-        found = msgspec.msgpack.decode(body)
-        if isinstance(found, dict) and found.get("type") == "add":
-            text = f"The request cannot be read: {error}"
-            ends = [CoreOutput(str(r[0]), [], finish_reason="error", error=text) for r in found["requests"]]
-            return wire.StepOutputs(ends, CoreStats())
+        found = msgspec.msgpack.decode(raw)
+        if isinstance(found, list) and found and isinstance(found[0], str):
+            return CoreOutput(found[0], [], finish_reason="error", error=f"The request cannot be read: {error}")
     raise error
 
 

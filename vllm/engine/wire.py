@@ -16,6 +16,12 @@ class AddRequests(msgspec.Struct, tag="add", gc=False):
     requests: list[CoreRequest]
 
 
+class Added(msgspec.Struct, tag="add", gc=False):
+    """`AddRequests` as the core reads it: each request by itself, with `decode_request`, when its turn comes."""
+
+    requests: list[msgspec.Raw]
+
+
 class Abort(msgspec.Struct, tag="abort", gc=False):
     """End these requests; unknown ids are ignored."""
 
@@ -78,7 +84,8 @@ class Fatal(msgspec.Struct, tag="fatal", gc=False):
 FromCore = Ready | StepOutputs | CallResult | Pulse | Fatal
 
 _encoder = msgspec.msgpack.Encoder()
-decode_to_core = msgspec.msgpack.Decoder(ToCore).decode
+decode_to_core = msgspec.msgpack.Decoder(Added | Abort | Call | Stop).decode
+decode_request = msgspec.msgpack.Decoder(CoreRequest).decode
 decode_from_core = msgspec.msgpack.Decoder(FromCore).decode
 
 
