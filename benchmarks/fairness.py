@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=4, help="of each: idle, greedy alone, both")
     parser.add_argument("--only", default="", help="greedy requests whose name has this in it")
     parser.add_argument(
-        "--server-cores", type=int, help="this process's first cores, for the server; clients on others"
+        "--server-cores", type=int, help="so many cores of this process; clients get the others"
     )
     parser.add_argument("--out", type=Path, help="also write the figures there, as JSON")
     args = parser.parse_args()
