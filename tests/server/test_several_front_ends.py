@@ -6,9 +6,9 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.engine.test_core import new_core, request
@@ -19,7 +19,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.engine.async_llm_engine import AsyncEngineDeadError, AsyncLLMEngine
 from vllm.engine.core_client import CorePeer, CoreProcess
 from vllm.engine.core_process import CoreServer
-from vllm.ipc.frames import FrameReader, read_frames
+from vllm.ipc.frames import FrameReader, frame, read_frames
 from vllm.step.messages import CoreOutput
 
 
@@ -110,7 +110,8 @@ class Ends:
         self.far[i].setblocking(False)
         try:
             while bodies := read_frames(self.far[i], self.readers[i]):
-                found += [output for body in bodies for output in wire.decode_from_core(body).outputs]
+                messages = [wire.decode_from_core(body) for body in bodies]
+                found += [output for m in messages if isinstance(m, wire.StepOutputs) for output in m.outputs]
         except BlockingIOError:
             pass
         return found
@@ -142,38 +143,55 @@ def test_names_are_those_that_each_front_end_gave(ends: Ends) -> None:
     assert sum(len(o.new_token_ids) for o in told[0]) == sum(len(o.new_token_ids) for o in told[1]) == 12
 
 
-def test_many_requests_at_once_hold_up_nobody_who_runs(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are taken in between its steps, some at a time; what is said after them is done after them."""
+def test_many_requests_at_once_hold_up_nobody(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are taken in between the steps of others, some at a time, behind what comes later."""
     server, core, far = ends.server, ends.core, ends.far
-    far[1].sendall(wire.frame(wire.AddRequests([request("mine", max_tokens=40)])))
+    far[1].sendall(wire.frame(wire.AddRequests([request("mine", max_tokens=50)])))
     server._take_in(0.1)
     monkeypatch.setattr(core_process, "BESIDE_SECONDS", 0.0)
-    unreadable = request("odd")
-    unreadable.seed = "none"  # type: ignore[assignment]
-    many = [request(str(i), max_tokens=30) for i in range(5)]
-    far[2].sendall(wire.frame(wire.AddRequests([*many, unreadable])) + wire.frame(wire.Abort(["0", "4"])))
+    many = [request(str(i), max_tokens=30) for i in range(20)]
+    many[10].seed = "none"  # type: ignore[assignment]
+    unwanted = [str(i) for i in range(20) if i not in (1, 10, 19)]
+    call = wire.Call(1, "list_loras")
+    far[2].sendall(b"".join(map(wire.frame, (wire.AddRequests(many), wire.AddRequests([request("new")]), call))))
     far[0].sendall(wire.frame(wire.AddRequests([request("late")])))
-    seen: list[set[str]] = []
-    while core.has_unfinished() or server._inbox:
+    server._take_in(0.0)
+    if "2/0" not in core.request_ids():  # only one front end's message may have been read
         server._take_in(0.0)
-        seen.append(set(core.request_ids()))
+    assert {"1/mine", "2/0", "2/new"} <= set(core.request_ids()) and len(server._bulk) >= 19, "the call is behind them"
+    far[2].sendall(wire.frame(wire.Abort(unwanted)))
+    server._take_in(0.0)
+    assert len(server._bulk) <= 4 and {"1/mine", "2/new", "0/late"} <= set(core.request_ids()) <= {
+        "1/mine", "2/new", "0/late", "2/1"
+    }  # fmt: skip
+    while core.has_unfinished() or server._bulk:
+        server._take_in(0.0)
         server._report(core.step())
-    assert len(seen[0]) == 2 and all(len(now - before) <= 1 for before, now in pairwise(seen))
     ended = {output.request_id: output.finish_reason for output in ends.said(2) if output.finish_reason is not None}
-    assert ended == {"1": "length", "2": "length", "3": "length", "odd": "error"}
+    assert ended == {"1": "length", "19": "length", "10": "error", "new": "length"}
     assert ends.said(0)[-1].finish_reason == ends.said(1)[-1].finish_reason == "length"
 
 
 def test_requests_of_one_who_leaves_are_not_taken_in(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core_process, "TAKE_SECONDS", 0.0)
+    monkeypatch.setattr(core_process, "MANY", 1)
     for i in (1, 2):
         ends.far[i].sendall(wire.frame(wire.AddRequests([request("a"), request("b")])))
     ends.server._take_in(0.1)
-    assert len(ends.core.request_ids()) == 1 and len(ends.server._inbox) == 3
+    assert len(ends.core.request_ids()) == 1 and len(ends.server._bulk) == 3
     ends.server._leave(ends.server._by_prefix["2/"])
     for _ in range(3):
         ends.server._take_in(0.0)
     assert ends.core.request_ids() == ["1/a", "1/b"]
+
+
+def test_a_request_without_a_name_ends_its_front_end_alone(ends: Ends) -> None:
+    sent = msgspec.msgpack.encode({"type": "add", "requests": [7]})
+    ends.far[1].sendall(wire.frame(wire.AddRequests([request("a")])))
+    ends.far[2].sendall(frame(sent))
+    ends.server._take_in(0.1)
+    ends.server._take_in(0.1)
+    assert ends.core.request_ids() == ["1/a"] and len(ends.server._peers) == 2
 
 
 def test_one_that_reads_nothing_holds_up_nobody(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import faulthandler
 import fcntl
 import gc
 import json
+import math
 import os
 import select
 import signal
@@ -53,6 +54,7 @@ WHOLE_SECONDS = 0.05  # so often are tokens told of which nobody looks before th
 # Of each turn between two steps, for what front ends have sent, while nobody runs and while somebody does: he must not
 # be held up by many requests, nor by long prompts.
 TAKE_SECONDS, BESIDE_SECONDS = 0.02, 0.003
+MANY = 16  # requests in one message, beside which what is sent later need not wait for them
 # What a front end may call by name; nothing else is reachable from the socket.
 CALLABLE = frozenset(
     {
@@ -176,6 +178,9 @@ class Peer:
             request.account = prefix + request.account
 
 
+_Item = tuple[Peer, wire.Abort | wire.Call | wire.Stop | msgspec.Raw]
+
+
 class CoreServer:
     """Reads requests from its front ends, drives the core, writes what each step brought."""
 
@@ -191,7 +196,9 @@ class CoreServer:
         self._readable = select.poll()
         for number in self._peers:
             self._readable.register(number, select.POLLIN)
-        self._inbox: deque[tuple[Peer, wire.Abort | wire.Call | wire.Stop | msgspec.Raw]] = deque()  # requests are raw
+        # What was not handled yet, in its order; requests are raw. Those of messages with many stand behind all others.
+        self._inbox: deque[_Item] = deque()
+        self._bulk: deque[_Item] = deque()
         self._steps = 0  # since the last statistics
         self._heart = Heart()
         self._stopping = False
@@ -209,7 +216,7 @@ class CoreServer:
         """Work while there is something to do, sleep until there is otherwise."""
         core, prepares = self._core, True
         while not self._stopping:
-            busy = core.has_work() or bool(self._inbox)
+            busy = core.has_work() or bool(self._bulk)
             self._heart.beat(busy)
             if not busy:
                 self._send_held()
@@ -316,14 +323,15 @@ class CoreServer:
         """
         for peer in [peer for peer in self._peers.values() if peer.gone]:
             self._leave(peer)
-        ready = [] if self._inbox else self._readable.poll(1000 * patience)
+        ready = self._readable.poll(1000 * patience)
         if not ready and patience:
             self._core.check_health()  # a rank may die while nobody asks for anything
         deadline = time.monotonic() + (BESIDE_SECONDS if self._core.has_unfinished() else TAKE_SECONDS)
-        while (ready or self._inbox) and not self._stopping:
+        while (ready or self._bulk) and not self._stopping:
             for number, _ in ready:
                 self._read(self._peers[number])
-            self._work_off(deadline)
+            self._work_off(self._inbox, math.inf)
+            self._work_off(self._bulk, deadline)
             if time.monotonic() > deadline:
                 return
             ready = self._readable.poll(0)
@@ -333,11 +341,9 @@ class CoreServer:
         try:
             bodies = read_frames(peer.connection, peer.frames)
             messages = None if bodies is None else [wire.decode_to_core(body) for body in bodies]
-        except (ValueError, msgspec.DecodeError, OSError):
-            if peer is self._first:
-                raise
-            logger.exception("What a front end has sent makes no sense")
-            messages = None
+        except (ValueError, msgspec.DecodeError, OSError) as error:
+            self._give_up(peer, error)
+            return
         if messages is None:  # it is gone, however it went
             if peer is self._first:
                 _end_all_processes()
@@ -346,14 +352,28 @@ class CoreServer:
         for message in messages:
             if isinstance(message, wire.Added):
                 self._core.add_requests([])
-                self._inbox.extend((peer, request) for request in message.requests)
-            else:
+                place = self._bulk if len(message.requests) > MANY else self._inbox
+                place.extend((peer, request) for request in message.requests)
+            elif isinstance(message, wire.Abort):
                 self._inbox.append((peer, message))
+                if self._bulk:
+                    self._drop(peer, message)
+            else:  # it may be about the requests before it
+                (self._bulk or self._inbox).append((peer, message))
 
-    def _work_off(self, deadline: float) -> None:
+    def _drop(self, peer: Peer, message: wire.Abort) -> None:
+        """Forget requests that need not be read any more."""
+        unwanted = frozenset(message.request_ids)
+
+        def stays(item: _Item) -> bool:
+            return item[0] is not peer or not isinstance(item[1], msgspec.Raw) or wire.name_of(item[1]) not in unwanted
+
+        self._bulk = deque(filter(stays, self._bulk))
+
+    def _work_off(self, items: deque[_Item], deadline: float) -> None:
         """Handle what was taken in, in its order, until then."""
-        while self._inbox and not self._stopping:
-            peer, item = self._inbox.popleft()
+        while items and not self._stopping:
+            peer, item = items.popleft()
             if peer.gone:
                 continue
             if isinstance(item, msgspec.Raw):
@@ -368,7 +388,12 @@ class CoreServer:
         try:
             request = wire.decode_request(raw)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            peer.send(wire.StepOutputs([_refusal(raw, error)], self._stats(peer)))
+            name = wire.name_of(raw)
+            if not name:
+                self._give_up(peer, error)
+                return
+            end = CoreOutput(name, [], finish_reason="error", error=f"The request cannot be read: {error}")
+            peer.send(wire.StepOutputs([end], self._stats(peer)))
             return
         peer.take(request)
         name = request.request_id
@@ -378,6 +403,13 @@ class CoreServer:
             output.request_id = name
             peer.forget([name])
             peer.send(wire.StepOutputs([output], self._stats(peer)))
+
+    def _give_up(self, peer: Peer, error: Exception) -> None:
+        """What a front end has sent makes no sense; the core does not go on without the first one."""
+        if peer is self._first:
+            raise error
+        logger.error("What a front end has sent makes no sense", exc_info=error)
+        self._leave(peer)
 
     def _leave(self, peer: Peer) -> None:
         """A front end is gone, and nobody wants what its requests would bring."""
@@ -430,15 +462,6 @@ def _is_wanted_whole(request: CoreRequest) -> bool:
     if not isinstance(params, SamplingParams) or params.output_kind is not RequestOutputKind.FINAL_ONLY:
         return False
     return not params.stop and params.logprobs is None and params.prompt_logprobs is None
-
-
-def _refusal(raw: msgspec.Raw, error: Exception) -> CoreOutput:
-    """The end of a request that could be sent but not be read. Raises `error` if it has no name."""
-    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
-        found = msgspec.msgpack.decode(raw)
-        if isinstance(found, list) and found and isinstance(found[0], str):
-            return CoreOutput(found[0], [], finish_reason="error", error=f"The request cannot be read: {error}")
-    raise error
 
 
 def _end_all_processes() -> NoReturn:

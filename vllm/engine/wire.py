@@ -84,6 +84,25 @@ class Fatal(msgspec.Struct, tag="fatal", gc=False):
 FromCore = Ready | StepOutputs | CallResult | Pulse | Fatal
 
 _encoder = msgspec.msgpack.Encoder()
+
+
+class _Named(msgspec.Struct, array_like=True):
+    """A request as far as its name."""
+
+    request_id: str
+
+
+_decode_name = msgspec.msgpack.Decoder(_Named).decode
+
+
+def name_of(request: msgspec.Raw) -> str:
+    """The name of a request that was not read yet; "" if it has none."""
+    try:
+        return _decode_name(request).request_id
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return ""
+
+
 decode_to_core = msgspec.msgpack.Decoder(Added | Abort | Call | Stop).decode
 decode_request = msgspec.msgpack.Decoder(CoreRequest).decode
 decode_from_core = msgspec.msgpack.Decoder(FromCore).decode
