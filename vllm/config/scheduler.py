@@ -23,7 +23,8 @@ class SchedulerConfig:
     max_num_seqs: int = setting(
         None,
         Integer(low=1, high=2**20, optional=True),
-        "The most sequences that run at the same time. Default: by device and use, see --explain.",
+        "The most sequences in one step; of a pipeline, in each of those in flight. Default: by device and use, "
+        "see --explain.",
         resolved=256,
     )
     enable_chunked_prefill: bool = setting(

@@ -58,6 +58,11 @@ class VllmConfig:
         """Host memory of each rank for blocks of the KV cache; 0: there is none."""
         return int((self.cache_config.kv_offloading_size or 0.0) * GIB) // self.parallel_config.world_size
 
+    @property
+    def num_slots(self) -> int:
+        """Requests that run at once: `max_num_seqs` in each of the steps that a pipeline has in flight."""
+        return self.scheduler_config.max_num_seqs * self.parallel_config.pipeline_parallel_size
+
     def explain(self) -> str:
         """Every derived value and why it is so, one per line."""
         width = max((len(name) for name in self.explanation), default=0)

@@ -44,7 +44,7 @@ class Admission:
     """
 
     def __init__(self, config: SchedulerConfig, engines: int = 1) -> None:
-        """engines: that share the queue."""
+        """engines: that share the queue, each as often as it has stages."""
         slots = engines * config.max_num_seqs
         self.max_sequences = config.max_num_queued_reqs or DEFAULT_SEQUENCES_PER_SLOT * slots
         self.max_tokens = config.max_num_queued_tokens or DEFAULT_QUEUED_TOKENS

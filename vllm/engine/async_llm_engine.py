@@ -101,7 +101,10 @@ class AsyncLLMEngine:
         self._log_line = StatsLog(self.metrics, "CPU" if device == "cpu" else "GPU")
         self._loggers = StatLoggers(stat_loggers, vllm_config, self.metrics)
         self.output_processor = OutputProcessor(tokenizer, model.logits_width, model.max_model_len, self.metrics)
-        self._admission = Admission(vllm_config.scheduler_config, vllm_config.parallel_config.local_replicas)
+        parallel = vllm_config.parallel_config
+        self._admission = Admission(
+            vllm_config.scheduler_config, parallel.local_replicas * parallel.pipeline_parallel_size
+        )
         self._traffic = Traffic(self._core, self.output_processor, self._admission)
         self.lanes = Lanes()
         self._preparation = Faults.from_env().around_preparation(Preparation(self.input_processor, self.lanes))

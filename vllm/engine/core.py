@@ -545,11 +545,9 @@ def grammar_requests(config: VllmConfig) -> GrammarRequests:
 
 
 def scheduler_limits(config: SchedulerConfig, vocab_size: int, stages: int = 1) -> SchedulerLimits:
-    """vocab_size: of the logits.   stages: of the pipeline; its first one must be told each token before it can compute
-    the next.
-    """
+    """vocab_size: of the logits.   stages: of the pipeline, each of which has work when others have."""
     return SchedulerLimits(
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=stages * config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,
         chunked_prefill=config.enable_chunked_prefill,

@@ -238,7 +238,7 @@ class LLMEngine:
             return len(requests)
         block_size = self.vllm_config.cache_config.block_size
         tokens = limits.max_num_batched_tokens * self.vllm_config.parallel_config.pipeline_parallel_size
-        return first_step(requests, tokens, limits.max_num_seqs, block_size)
+        return first_step(requests, tokens, self.vllm_config.num_slots, block_size)
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
         """Forget one or several requests; unknown ids are ignored."""

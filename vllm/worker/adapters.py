@@ -79,7 +79,7 @@ class WorkerAdapters:
         self._loading: dict[int, Future[HostAdapter]] = {}
         self._unwanted: set[int] = set()  # of those that are being read
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="adapters", initializer=_give_way)
-        self._slots: np.ndarray = np.full(config.scheduler_config.max_num_seqs, self.column.neutral, np.int32)
+        self._slots: np.ndarray = np.full(config.num_slots, self.column.neutral, np.int32)
 
     # -- host memory ---------------------------------------------------------------------------------------------------
 

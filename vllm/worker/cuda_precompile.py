@@ -48,7 +48,7 @@ _TABLE_WIDTH = 4096  # tokens per row of a new slot table
 
 def start(config: VllmConfig, capability: tuple[int, int], tp: TensorParallel = SINGLE) -> Precompilation | None:
     """Start to compile what this rank's share of the configured model needs; None if it is not a decoder of ours."""
-    model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
+    model, cache = config.model_config, config.cache_config
     family = None if model.model_impl == "transformers" else ModelRegistry.resolve(model.hf.architectures)
     if not isinstance(family, Family):
         return None
@@ -58,7 +58,7 @@ def start(config: VllmConfig, capability: tuple[int, int], tp: TensorParallel = 
         model.max_model_len,
         cache.block_size,
         cache_dtype(cache.cache_dtype, model.dtype),
-        scheduler.max_num_seqs,
+        config.num_slots,
         config.compilation_config.cudagraph_capture_sizes,
         tp,
         family.modules,
@@ -89,7 +89,7 @@ class DryRun:
 
     def __init__(
         self, spec: Decoder, dtype: torch.dtype, max_positions: int, block_size: int, cache_dtype: torch.dtype,
-        max_num_seqs: int, graphs: Sequence[int], tp: TensorParallel = SINGLE, modules: str | None = None,
+        num_slots: int, graphs: Sequence[int], tp: TensorParallel = SINGLE, modules: str | None = None,
         stages: int = 1, lora: LoRAConfig | None = None, quantization: ModelQuantization | None = None,
     ) -> None:  # fmt: skip
         """graphs: batch sizes whose decode steps are captured, and fused where that is possible.   stages: of the
@@ -99,7 +99,7 @@ class DryRun:
         kinds = tuple(dict.fromkeys(spec.blocks))  # layers that are alike need the same kernels
         self._spec = replace(spec, blocks=kinds)
         self._dtype, self._max_positions, self._block_size = dtype, max_positions, block_size
-        self._cache_dtype, self._max_num_seqs, self._graphs, self._tp = cache_dtype, max_num_seqs, graphs, tp
+        self._cache_dtype, self._num_slots, self._graphs, self._tp = cache_dtype, num_slots, graphs, tp
         self._modules, self._stages, self._lora, self._quantization = modules, stages, lora, quantization
 
     def _model(self) -> tuple[Model, KVLayout, list[Tensor]]:
@@ -161,7 +161,7 @@ class DryRun:
     def _decode(self, model: Model, layout: KVLayout, caches: list[Tensor], sizes: Sequence[int]) -> None:
         if not sizes:
             return
-        table: Any = _Table(self._max_num_seqs, layout)
+        table: Any = _Table(self._num_slots, layout)
         weights = read_weights(model, caches)
         heads = Heads.of(model.traits, layout)
         heads = heads if heads is not None and heads.fit else None
@@ -179,7 +179,7 @@ class DryRun:
                     program = DecodeProgram(part, size, span, slots, positions, stream=stream)
                     program.run(table, token_ids=found, hidden=last)
                     if self._lora is not None and part.takes_adapters:
-                        by_slot = torch.empty(self._max_num_seqs, dtype=torch.int32, device=META)
+                        by_slot = torch.empty(self._num_slots, dtype=torch.int32, device=META)
                         program = DecodeProgram(part, size, span, slots, positions, stream=stream, adapters=by_slot)
                         program.run(table, token_ids=found, hidden=last)
                     if plan is not None:

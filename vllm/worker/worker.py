@@ -187,7 +187,7 @@ class Worker:
         scheduler, cache = self.config.scheduler_config, self.config.cache_config
         return CacheRequest(
             max_model_len=self.config.model_config.max_model_len,
-            max_num_seqs=scheduler.max_num_seqs,
+            max_num_seqs=self.config.num_slots,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             override=cache.num_gpu_blocks_override,
             fixed_bytes=cache.kv_cache_memory_bytes,
@@ -274,7 +274,7 @@ class Worker:
 
     def start(self, num_blocks: int) -> None:
         """Allocate the cache and become ready for plans."""
-        num_states = self.layout.policy.num_states(self.config.scheduler_config.max_num_seqs)
+        num_states = self.layout.policy.num_states(self.config.num_slots)
         self.runner = runner = self._make_runner(self._allocate(num_blocks, num_states))
         if isinstance(runner, ModelRunner) and self.ranks.pp.tokens is not None:
             self._tokens = StageTokens(runner.table, self.context, self.ranks.pp.tokens)
@@ -319,7 +319,7 @@ class Worker:
                 caches.tensors,
                 self.context,
                 self.ranks.pp,
-                num_slots=scheduler.max_num_seqs,
+                num_slots=self.config.num_slots,
                 max_model_len=length,
                 tp=self.tp,
                 adapters=self.adapters,
@@ -330,7 +330,7 @@ class Worker:
             self.layout,
             caches.tensors,
             self.context,
-            num_slots=scheduler.max_num_seqs,
+            num_slots=self.config.num_slots,
             max_model_len=length,
             vocab_size=model.logits_width,
             tp=self.tp,
