@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -196,35 +197,38 @@ class SlotTable:
         """Extend block tables; `fresh` rows start empty, whatever the slot's last request left behind becomes 0."""
         if not appends:
             return
-        changed: list[tuple[int, int, int, int]] = []  # group, slot, first column, end column
-        for slot, group, start, blocks in appends:
-            table, end = self.host_tables[group], start + len(blocks)
-            if end > table.shape[1]:
-                self.require_width(min(self.max_width, end * self.block_size * self.groups[group].units))
-                table = self.host_tables[group]
-            table[slot, start:end] = blocks
-            known = int(self._num_blocks[group, slot])
-            self.version += fresh or start < known
-            if fresh and known > end:
-                table[slot, end:known] = 0
-                changed.append((group, slot, start, known))
-            else:
-                changed.append((group, slot, start, end))
-            self._num_blocks[group, slot] = end if fresh else max(known, end)
-        if self._context.is_async:
-            self._send(changed)
+        for group in range(len(self.host_tables)):
+            own = appends if len(self.host_tables) == 1 else [a for a in appends if a.group == group]
+            if own:
+                self._append(group, own, fresh)
 
-    def _send(self, changed: list[tuple[int, int, int, int]]) -> None:
-        """Write changed stretches of the mirrors to the device tables."""
-        for g, (table, mirror) in enumerate(zip(self.tables, self.host_tables, strict=True)):
-            spans = [(slot, start, end) for group, slot, start, end in changed if group == g and end > start]
-            if not spans:
-                continue
-            where = np.concatenate(
-                [slot * mirror.shape[1] + np.arange(start, end, dtype=np.int64) for slot, start, end in spans]
-            )
-            index, values = self._context.upload([where, mirror.reshape(-1)[where]])
-            table.view(-1)[index] = values
+    def _append(self, group: int, appends: Sequence[BlockAppend], fresh: bool) -> None:
+        """As `append_blocks`, of one group: once for all rows, which often need their next block in the same step."""
+        slots, _, starts, blocks = zip(*appends, strict=True)
+        rows, first = np.array(slots, np.int64), np.array(starts, np.int64)
+        counts: np.ndarray = np.fromiter(map(len, blocks), np.int64, len(blocks))
+        values: np.ndarray = np.fromiter(chain.from_iterable(blocks), np.int32, int(counts.sum()))
+        ends = first + counts
+        longest = int(ends.max())
+        if longest > self.host_tables[group].shape[1]:
+            self.require_width(min(self.max_width, longest * self.block_size * self.groups[group].units))
+        known = self._num_blocks[group, rows]
+        self.version += len(rows) if fresh else int((first < known).sum())
+        if fresh:
+            self._num_blocks[group, rows] = ends
+            counts = np.maximum(ends, known) - first
+        else:
+            np.maximum.at(self._num_blocks[group], rows, ends)
+        table = self.host_tables[group]
+        column = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        where = np.repeat(rows * table.shape[1] + first, counts) + column
+        if len(where) > len(values):  # zeros behind the blocks
+            padded: np.ndarray = np.zeros(len(where), np.int32)
+            padded[column < np.repeat(ends - first, counts)] = values
+            values = padded
+        table.reshape(-1)[where] = values
+        if self._context.is_async:
+            self.tables[group].view(-1).index_copy_(0, *self._context.upload([where, values]))
 
     def token_index(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Where tokens stand in `tokens.view(-1)`. slots, positions: [n] -> [n] int64."""
