@@ -37,7 +37,6 @@ from vllm.ops.triton.decode_step import (
     argmax_tiles,
     choose_tokens,
     draw_tokens,
-    mask_logits,
     resume_rows,
     verify_tokens,
 )
@@ -450,14 +449,11 @@ class DecodeGraphs(StaticSteps[_Key]):
         return Entry(run, None, (masks,))
 
     def _choose(self, logits: Tensor, drawing: Drawing | None, masks: tuple[Tensor, Tensor] | None) -> None:
-        """Deliver a token for each row of logits. masks: index and bits as for `mask_logits`."""
+        """Deliver a token for each row of logits. masks: index and bits as for `draw_rows`."""
         size, table, device = len(logits), self._table, self._context.device
         slots, positions, turns = (self._inputs[i, :size] for i in range(3))
         if drawing is not None:
-            unmasked = None if masks is None else mask_logits(logits, *masks)
-            draw_tokens(
-                logits, slots, positions, drawing, table.tokens, table.device_lengths, self._ids, turns, unmasked
-            )
+            draw_tokens(logits, slots, positions, drawing, table.tokens, table.device_lengths, self._ids, turns, masks)
             return
         pieces = -(-self._params.vocab_size // ARGMAX_BLOCK)
         best, sums = (torch.empty(size, pieces, dtype=torch.float32, device=device) for _ in range(2))

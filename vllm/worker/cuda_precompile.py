@@ -27,7 +27,14 @@ from vllm.model_executor.models.traits import Model
 from vllm.ops.attention import plan_gathering
 from vllm.ops.draw import DrawParams
 from vllm.ops.shared_prefix import SharedPlan
-from vllm.ops.triton.decode_step import Drawing, argmax_tiles, choose_tokens, draw_tokens, gather_inputs, mask_logits
+from vllm.ops.triton.decode_step import (
+    ARGMAX_BLOCK,
+    Drawing,
+    argmax_tiles,
+    choose_tokens,
+    draw_tokens,
+    gather_inputs,
+)
 from vllm.ops.triton.draw import draw
 from vllm.ops.triton.precompile import Precompilation, precompile
 from vllm.step.inputs import GroupInputs, StepInputs
@@ -151,10 +158,9 @@ class DryRun:
         drawing = Drawing(one, one, ids, one, starts)
         draw_tokens(logits, ids, ids, drawing, tokens, ids, ids)
         bits = torch.empty(2, -(-logits.shape[1] // 32), dtype=torch.int32, device=META)
-        unmasked = mask_logits(logits, ids, bits)
-        draw_tokens(logits, ids, ids, drawing, tokens, ids, ids, unmasked=unmasked)
-        # not `empty_like`, which imports a library for algebra for tensors of this device
-        best, best_at = (torch.empty(unmasked.shape, dtype=t, device=META) for t in (torch.float32, torch.int32))
+        draw_tokens(logits, ids, ids, drawing, tokens, ids, ids, masks=(ids, bits))
+        shape = 2, -(-logits.shape[1] // ARGMAX_BLOCK)
+        best, best_at = (torch.empty(shape, dtype=t, device=META) for t in (torch.float32, torch.int32))
         tiles = argmax_tiles(logits, best, best_at, best, (ids, bits))
         choose_tokens(ids, ids, best, best_at, best, tiles, logits.shape[1], tokens, ids, ids, masked=True)
 

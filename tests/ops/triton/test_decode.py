@@ -39,7 +39,6 @@ from vllm.ops.triton.decode_step import (
     elect,
     embed_rows,
     gather_inputs,
-    mask_logits,
     nominate,
     normalize_rows,
     resume_rows,
@@ -328,7 +327,7 @@ def test_samples_are_delivered_as_far_as_drafts_hold(drawn):
 def test_masked_rows_say_what_they_may_and_free_rows_what_they_would(drawn):
     rows, vocab = 6, 9000
     rng = np.random.default_rng(3)
-    logits = torch.randn(rows, vocab)
+    logits = torch.randn(rows, vocab + 8)[:, :vocab]  # as behind a padded head
     bits = torch.from_numpy(rng.integers(0, 2**32, (3, -(-vocab // 32)), dtype=np.uint32).view(np.int32))
     bits[2] = 0  # nothing at all
     index = torch.tensor([-1, 1, 2, 0, -1, 0], dtype=torch.int32)
@@ -339,11 +338,10 @@ def test_masked_rows_say_what_they_may_and_free_rows_what_they_would(drawn):
     tokens, lengths = torch.zeros(rows, 9, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
     out = torch.full((rows,), -9, dtype=torch.int32)
     if drawn:
-        sums = mask_logits(logits, index, bits)
         one, none = torch.ones(rows), torch.zeros(rows, dtype=torch.int32)
         seeds = rng.integers(0, 2**64, rows, dtype=np.uint64)
         drawing = Drawing(one, none.float(), none, one, torch.from_numpy(stream_start(seeds).view(np.int64)))
-        draw_tokens(logits, slots, positions, drawing, tokens, lengths, out, unmasked=sums)
+        draw_tokens(logits, slots, positions, drawing, tokens, lengths, out, masks=(index, bits))
         numbers = torch.from_numpy(uniform(stream_start(seeds), np.full(rows, 3)))
         params = DrawParams(one, none.float(), none, one, numbers, none.numpy(), one.numpy())
         ids = draw.reference(want, params).tolist()

@@ -252,7 +252,8 @@ def argmax_tiles(
 ) -> int:
     """First half of an argmax over [rows, vocab]; returns the number of tiles, the second dimension of the outputs.
 
-    masks: index and bits as for `mask_logits`; the logits stay, and `sums` are of all of them.
+    masks: index [rows] int32, the row's mask, -1 for none, and bits [masks, ceil(vocab / 32)] int32, as in `RowMasks`;
+    the logits stay, and `sums` are of all of them.
     """
     rows, vocab = logits.shape
     tiles = triton.cdiv(vocab, ARGMAX_BLOCK)
@@ -329,36 +330,6 @@ def choose_tokens(
     )  # fmt: skip
 
 
-@triton.jit
-def _mask_kernel(logits, index, bits, sums, stride, tiles, words, VOCAB: tl.constexpr, TILE: tl.constexpr):
-    """Grid (rows, tiles): one tile's sum, and then -inf for what the row's mask forbids."""
-    row = tl.program_id(0).to(tl.int64)
-    tile = tl.program_id(1)
-    t = tile * TILE + tl.arange(0, TILE)
-    x = tl.load(logits + row * stride + t, mask=t < VOCAB, other=0.0)
-    tl.store(sums + row * tiles + tile, tl.sum(x, 0))
-    mask = tl.load(index + row)
-    if mask >= 0:
-        word = tl.load(bits + mask.to(tl.int64) * words + t // 32, mask=t < VOCAB, other=0)
-        forbidden = ((word >> (t % 32)) & 1) == 0
-        tl.store(logits + row * stride + t, -float("inf"), mask=forbidden & (t < VOCAB))
-
-
-def mask_logits(logits: Tensor, index: Tensor, bits: Tensor) -> Tensor:
-    """Forbid tokens, in place. logits: [rows, vocab] fp32.   index: [rows] int32, the row's mask, -1 for none.
-    bits: [masks, ceil(vocab / 32)] int32, as in `RowMasks`.
-
-    Returns [rows, tiles], the sums of tiles before that, as `argmax_tiles` cuts them: rows that are no numbers.
-    """
-    rows, vocab = logits.shape
-    tiles = triton.cdiv(vocab, ARGMAX_BLOCK)
-    sums = torch.empty(rows, tiles, dtype=torch.float32, device=logits.device)
-    _mask_kernel[(rows, tiles)](
-        logits, index, bits, sums, logits.stride(0), tiles, bits.shape[1], VOCAB=vocab, TILE=ARGMAX_BLOCK, num_warps=4
-    )
-    return sums
-
-
 @dataclass(frozen=True, slots=True)
 class Drawing:
     """How each row's token is drawn, at fixed addresses: as in `DrawParams`, but for the numbers, which the device
@@ -414,30 +385,32 @@ def _deliver_kernel(
     _deliver(row, slot, token, id, positions_ptr, tokens, lengths, out, stride_tokens, turns, stride_out, turn_count)
 
 
-def _draw(logits: Tensor, positions: Tensor, d: Drawing) -> tuple[Tensor, Tensor]:
+def _draw(
+    logits: Tensor, positions: Tensor, d: Drawing, masks: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
     """Tokens [rows] drawn behind the rows' positions, and sums of pieces of the logits, [rows, pieces]."""
     rows = logits.shape[0]
     uniform = torch.empty(rows, dtype=torch.float32, device=logits.device)
     _uniform_kernel[(triton.cdiv(rows, 128),)](positions, d.starts, uniform, rows, BLOCK=128, num_warps=4)
-    drawn: tuple[Tensor, Tensor] = draw_rows(logits, d.temperature, d.min_p, d.top_k, d.top_p, uniform)
+    drawn: tuple[Tensor, Tensor] = draw_rows(logits, d.temperature, d.min_p, d.top_k, d.top_p, uniform, masks)
     return drawn
 
 
 def draw_tokens(
     logits: Tensor, slots: Tensor, positions: Tensor, drawing: Drawing, tokens: Tensor, lengths: Tensor, out: Tensor,
-    turns: Tensor | None = None, unmasked: Tensor | None = None,
+    turns: Tensor | None = None, masks: tuple[Tensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
     """Draw each row's token from its logits [rows, vocab] fp32 and deliver it as `choose_tokens` does.
 
-    unmasked: the sums that `mask_logits` gave, if masks were applied.
+    masks: index and bits as for `draw_rows`, which writes -inf into contiguous logits.
     """
-    drawn, sums = _draw(logits, positions, drawing)
-    sums = sums if unmasked is None else unmasked
+    logits = logits if masks is None else logits.contiguous()
+    drawn, sums = _draw(logits, positions, drawing, masks)
     tiles = sums.shape[1]
     _deliver_kernel[(slots.shape[0],)](
         slots, positions, drawn, sums, logits, tokens, lengths, out, positions if turns is None else turns,
         logits.stride(0), tokens.stride(0), tiles, *_ring(turns, out), TP=triton.next_power_of_2(tiles),
-        MASKED=unmasked is not None, num_warps=1,
+        MASKED=masks is not None, num_warps=1,
     )  # fmt: skip
 
 

@@ -218,15 +218,27 @@ def _draw_many(logits, vocab, temperature, peak, min_p, k, top_p, u, CHUNK: tl.c
 
 @triton.jit(do_not_specialize=["groups"])
 def _maxima_kernel(
-    logits, temperatures, maxima, sums, groups, VOCAB: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr
-):
-    """Grid (rows, tiles): the maxima of TILE groups, and the sum of their logits."""
+    logits, temperatures, maxima, sums, index, bits, words, groups, VOCAB: tl.constexpr, GROUP: tl.constexpr,
+    TILE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows, tiles): the maxima of TILE groups, and the sum of their logits. MASKED: what the row's mask forbids
+    becomes -inf behind the sum, in memory too.
+    """
     row = tl.program_id(0).to(tl.int64)
     g = tl.program_id(1) * TILE + tl.arange(0, TILE)
     at = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     x = tl.load(logits + row * VOCAB + at, mask=at < VOCAB, other=-float("inf"))
     total = tl.sum(tl.sum(tl.where(at < VOCAB, x, 0.0), 1), 0)
     tl.store(sums + row * tl.num_programs(1) + tl.program_id(1), total)
+    if MASKED:
+        mask = tl.load(index + row)
+        if mask >= 0:
+            w = g[:, None] * (GROUP // 32) + tl.arange(0, GROUP // 32)[None, :]
+            word = tl.load(bits + mask.to(tl.int64) * words + w, mask=w < words, other=0)
+            bit = (word[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1
+            forbidden = tl.reshape(bit, [TILE, GROUP]) == 0
+            x = tl.where(forbidden, -float("inf"), x)
+            tl.store(logits + row * VOCAB + at, x, mask=forbidden & (at < VOCAB))
     x = tl.div_rn(x, tl.load(temperatures + row))
     tl.store(maxima + row * groups + g, tl.max(x, 1), mask=g < groups)
 
@@ -304,14 +316,20 @@ def draw_and_finite(logits: Tensor, params: DrawParams) -> tuple[Tensor, Tensor]
 
 
 def draw_rows(
-    logits: Tensor, temperature: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, temperature: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor,
+    masks: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The tokens [rows] int64, and sums of the logits in parts [rows, tiles]: below +inf without NaN and +inf.
+
+    masks: index [rows] int32, the row's mask, -1 for none, and bits [masks, ceil(vocab / 32)] int32, as in `RowMasks`.
+    What they forbid becomes -inf in the logits, which are contiguous then; the sums are of what was there before.
 
     The parameters are those of `DrawParams`; a top_k below 0 marks a row of which nothing is wanted (what stands there
     may be anything, and take long). Asks the host for nothing, so that it can be captured.
     """
     rows, vocab = logits.shape
+    if masks is not None and not logits.is_contiguous():
+        raise ValueError("Logits to be masked in place are not contiguous.")
     logits = logits.contiguous()
     groups = triton.cdiv(vocab, _GROUP)
     tiles = triton.cdiv(groups, _TILE)
@@ -322,9 +340,11 @@ def draw_rows(
         return out, sums
     # always less than the vocabulary: Triton 3.6 fails on loops that it sees to run just once
     chunk = min(_CHUNK, triton.next_power_of_2(vocab) // 2)
+    index, bits, words = (None, None, None) if masks is None else (*masks, masks[1].shape[1])
     _maxima_kernel[(rows, tiles)](
-        logits, temperature, maxima, sums, groups, VOCAB=vocab, GROUP=_GROUP, TILE=_TILE, num_warps=4
-    )
+        logits, temperature, maxima, sums, index, bits, words, groups, VOCAB=vocab, GROUP=_GROUP, TILE=_TILE,
+        MASKED=masks is not None, num_warps=4,
+    )  # fmt: skip
     const = {"VOCAB": vocab, "NP": triton.next_power_of_2(groups), "CHUNK": chunk, "num_warps": 8}
     const["maxnreg"] = 128  # two programs a processor: they mostly wait
     _draw_kernel[(rows,)](
