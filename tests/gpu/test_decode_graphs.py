@@ -13,7 +13,7 @@ from vllm.model_executor.models.decoder import DecoderModel
 from vllm.model_executor.models.kv_groups import layout_of
 from vllm.model_executor.models.spec import Attn, Block, Decoder, Mlp, Norm, Rope
 from vllm.step.plan import RowMasks, TokenWrite
-from vllm.worker import kv_memory
+from vllm.worker import decode_program, kv_memory
 from vllm.worker.cuda_graphs import DecodeGraphs
 from vllm.worker.device import CudaContext
 from vllm.worker.model_runner import ModelRunner
@@ -103,6 +103,29 @@ def test_masks_hold_behind_the_fused_step(monkeypatch):
         result = handle.result()
         assert not result.errors
         assert [result.token_ids[row] for row in rows] == [allowed[row] for row in rows]
+
+
+@pytest.mark.parametrize("settings", [SETTINGS[:1], SETTINGS], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("walk", ["few", "many"])
+def test_free_rows_say_beside_masked_ones_what_they_say_in_a_plain_step(walk, settings, monkeypatch):
+    """Of the fused step in bf16, where other kernels would round otherwise."""
+    monkeypatch.setitem(globals(), "SETTINGS", settings)
+    if walk == "many":
+        monkeypatch.setattr(decode_program, "MAX_ROWS", 0)
+    model = build(torch.bfloat16)
+    plain, driver = driver_of(model, monkeypatch, [1, 8]), driver_of(model, monkeypatch, [1, 8])
+    for d in (plain, driver):
+        d.step()
+    rng, free = np.random.default_rng(2), [1, 2, 5, 6]
+    for step in range(12):
+        bits = rng.integers(0, 2**32, (3, -(-VOCAB // 32)), dtype=np.uint32)
+        masks = RowMasks(np.array([0, 3, 4], np.int32), bits)
+        want = plain.runner.execute(plain.plan()).result().token_ids
+        found = driver.runner.execute(replace(driver.plan(), masks=masks)).result().token_ids
+        assert [found[row] for row in free] == [want[row] for row in free], step
+        for i, row in enumerate(masks.rows.tolist()):
+            assert (int(bits[i, found[row] // 32]) >> found[row] % 32) & 1, step
+    assert names_of(plain) == {("plain", 1)} and names_of(driver) == {("hidden", 1), ("masked", 1)}
 
 
 @pytest.mark.parametrize("most", [1, 3])

@@ -8,6 +8,7 @@ Prints those, one a line. The steps are those of `DryRun`, with tensors that hav
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +21,11 @@ from vllm.model_executor.layers.quantization import format_of
 from vllm.model_executor.layers.quantization.method import ModelQuantization
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.ops import triton as kernels
+from vllm.ops.triton.decode_step import Drawing
 from vllm.ops.triton.precompile import _Collector, _NoDevice
-from vllm.worker.cuda_precompile import DryRun, mixed_step
+from vllm.worker.cuda_precompile import META, DryRun, _Table, mixed_step
+from vllm.worker.decode_program import DecodeProgram, read_weights
+from vllm.worker.static_steps import SPANS
 
 COMMON = {
     "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2, "vocab_size": 4096,
@@ -59,6 +63,27 @@ def random_steps(run: DryRun, rng: random.Random) -> None:
         model.logits(hidden[:rows])
 
 
+def random_ends(run: DryRun, rng: random.Random) -> None:
+    """Fused steps whose rows may have masks: those of graphs, greedy and drawn."""
+    model, layout, caches = run._model()
+    weights, largest, vocab = read_weights(model, caches), GRAPHS[-1], run._spec.vocab_size
+    if weights is None:
+        return
+    inputs, ring = (torch.empty(n, largest, dtype=torch.int32, device=META) for n in (4, 8))
+    masks = torch.empty(largest * (1 + -(-vocab // 32)), dtype=torch.int32, device=META)
+    floats, starts = torch.empty(3, largest, device=META), torch.empty(largest, dtype=torch.int64, device=META)
+    for _ in range(12):
+        size = rng.choice(GRAPHS)
+        slots, positions, turns, top_k = (inputs[i, :size] for i in range(4))
+        temperature, min_p, top_p = (floats[i, :size] for i in range(3))
+        drawing = Drawing(temperature, min_p, top_k, top_p, starts[:size]) if rng.random() < 0.5 else None
+        hidden = torch.empty(size, weights.hidden_size, dtype=weights.dtype, device=META)
+        program = DecodeProgram(weights, size, SPANS[0], slots, positions)
+        table: Any = _Table(64, layout)
+        program.run(table, hidden=hidden)
+        program.finish(table, ring, turns, (masks[:size], masks[largest:].view(largest, -1)), drawing)
+
+
 def missing(config: dict[str, object], stored: Quantization | None = None) -> list[str]:
     """Variants that random steps of a model need and its dry runs do not. stored: how its weights are."""
     hf = HFConfig.from_dict(config)
@@ -77,6 +102,7 @@ def missing(config: dict[str, object], stored: Quantization | None = None) -> li
                 dry_run()
             collector.take()
             random_steps(run, random.Random(0))
+            random_ends(run, random.Random(1))
         return sorted(f"{job[0].__name__} {job[2]}" for job in collector.take())
     finally:
         JITFunction.run = original

@@ -28,11 +28,14 @@ from vllm.worker.slot_table import SlotTable
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("the interpreter is not chosen", allow_module_level=True)
 
+from vllm.ops.bitmask import apply_bitmask
 from vllm.ops.quantized_weights import InputQuant, round_to_fp8, round_to_groups
 from vllm.ops.triton import decode_latent, decode_linear
+from vllm.ops.triton.decode_step import IMPOSSIBLE, Drawing
 from vllm.ops.triton.float8 import Rounded, float8_weight
 from vllm.ops.triton.packed_experts import PackedStack, pack_experts
 from vllm.ops.triton.packed_linear import PackedWords
+from vllm.step.rng import stream_start
 from vllm.worker import decode_program, decode_weights
 from vllm.worker.cuda_precompile import stages_of
 from vllm.worker.decode_program import DecodeProgram, choose_step_tiling, read_weights
@@ -207,6 +210,58 @@ def test_a_row_alone_gets_what_the_model_computes(name):
     program.run(table, token_ids=ids, hidden=hidden)
     assert error(hidden, wanted[:1]) < LIMIT
     assert ids.item() == logits[0].argmax()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    ("name", "walk", "drawn"),
+    [
+        ("plain", "few", False),
+        ("plain", "few", True),
+        ("plain", "many", False),
+        ("plain", "no wide head", False),
+        ("sandwich, soft-caps, scaled embedding", "few", True),
+    ],
+)
+def test_a_step_that_ends_under_masks_leaves_rows_without_one_as_they_are(name, walk, drawn, monkeypatch):
+    """Masks of two rows of five: one allows some tokens, one none."""
+    if walk != "few":
+        monkeypatch.setattr(decode_program, "MAX_ROWS", 0)
+    spec, rows = COVERED[name], 5
+    model = build(spec, torch.float32)
+    table, caches, _, slots, positions = setting(model)
+    slots, positions = slots[[0, 1, 0, 1, 0]], positions[[0, 1, 0, 1, 0]]
+    weights = read_weights(model, caches)
+    assert weights is not None
+    tiling = choose_step_tiling(weights, rows, 64)
+    if walk == "no wide head":
+        tiling = replace(tiling, wide_head=None)
+    seeds = np.arange(rows, dtype=np.uint64)
+    one, none = torch.full((rows,), 0.9), torch.zeros(rows, dtype=torch.int32)
+    drawing = Drawing(one, none.float(), none, one, torch.from_numpy(stream_start(seeds).view(np.int64)))
+    bits = torch.from_numpy(
+        np.random.default_rng(3).integers(0, 2**32, (2, -(-spec.vocab_size // 32)), dtype=np.uint32)
+    )
+    bits = bits.view(torch.int32)
+    bits[1] = 0
+    index, turns = torch.tensor([-1, 0, -1, 1, -1], dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
+    program = DecodeProgram(weights, rows, 64, slots, positions, tiling=tiling, pdl=False)
+    with pytest.raises(RuntimeError, match="has left hidden states"):
+        program.finish(table, none, turns, (index, bits))
+    ids, ring = (torch.full((2, rows), -7, dtype=torch.int32) for _ in range(2))
+    hidden, at = torch.full((rows, spec.hidden_size), float("nan")), positions.clone()
+    program.run(table, hidden=hidden)
+    program.finish(table, ring, turns, (index, bits), drawing if drawn else None)
+    assert turns.tolist() == [1] * rows and torch.equal(positions, at + 1)
+    positions.copy_(at)
+    program.run(table, token_ids=ids, turns=turns.zero_(), drawing=drawing if drawn else None)
+    assert ring[0, index < 0].tolist() == ids[0, index < 0].tolist() and ring[0, 3] == IMPOSSIBLE
+    token = int(ring[0, 1])
+    assert 0 <= token < spec.vocab_size and (int(bits[0, token // 32]) >> (token % 32)) & 1
+    if not drawn:
+        logits = program._logits(hidden)[1:2].contiguous()
+        apply_bitmask.reference(logits, torch.zeros(1, dtype=torch.int64), bits[:1])
+        assert token == logits.argmax()
 
 
 @torch.inference_mode()

@@ -88,8 +88,12 @@ def _decoder(window: int | None = None, alibi: bool = False, ffn: Mlp | Moe = _M
     return Decoder(128256, 4096, tuple(blocks), norm, tied=False)
 
 
-def _decode_step(spec: Decoder, rows: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """The kernels of a decode step of so many rows that ends as `kind` says."""
+def _decode_step(
+    spec: Decoder, rows: int, kind: str, monkeypatch: pytest.MonkeyPatch, masked: bool = False
+) -> dict[str, int]:
+    """The kernels of a decode step of so many rows that ends as `kind` says. masked: only those of a fused step's end
+    under masks.
+    """
     from vllm.ops.triton.decode_step import Drawing, argmax_tiles, choose_tokens, draw_tokens, gather_inputs
     from vllm.worker.cuda_precompile import META, DryRun, _Table, mixed_step
     from vllm.worker.decode_program import DecodeProgram, read_weights
@@ -107,6 +111,12 @@ def _decode_step(spec: Decoder, rows: int, kind: str, monkeypatch: pytest.Monkey
         if weights is not None:
             program = DecodeProgram(weights, rows, 1024, slots, positions)
             count.clear()
+            if masked:
+                program.run(table, hidden=hidden)
+                count.clear()
+                bits, ring = (torch.empty(rows, n, dtype=torch.int32, device=META) for n in (4008, rows))
+                program.finish(table, ring, ids, (ids, bits), drawing)
+                return dict(sorted(count.items()))
             program.run(
                 table, token_ids=None if kind == "hidden" else ids, hidden=hidden if kind == "hidden" else None,
                 drawing=drawing,
@@ -161,6 +171,15 @@ GENERAL = {
 def test_kernels_of_a_fused_decode_step(rows: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert _decode_step(_decoder(), rows, kind, monkeypatch) == FUSED[rows, kind]
     assert _decode_step(_decoder(window=4096), rows, kind, monkeypatch) == FUSED[rows, kind]
+
+
+@interpreted
+@pytest.mark.parametrize(("rows", "head"), [(1, "gemv"), (32, "skinny"), (256, "wide")])
+def test_a_fused_step_ends_under_masks_with_the_kernels_of_its_plain_end(
+    rows: int, head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _decode_step(_decoder(), rows, "greedy", monkeypatch, masked=True) == {"choose": 1, head: 1}
+    assert _decode_step(_decoder(), rows, "drawn", monkeypatch, masked=True) == {"cublas": 1, **_DRAW}
 
 
 _EXPERTS = Moe("silu", 14336, 8, 2)

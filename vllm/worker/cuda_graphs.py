@@ -187,7 +187,7 @@ class _Inputs:
 class _MaskInputs:
     """The masks of a step at fixed addresses on the device. They are copied beside the forward pass that they wait for.
 
-    read: passed when the last step has read its masks.
+    read: passed when the last step has read its masks; each step with masks puts its own end there.
     """
 
     def __init__(self, largest: int, vocab: int, context: RecordingContext) -> None:
@@ -341,7 +341,7 @@ class DecodeGraphs(StaticSteps[_Key]):
             entry = self._use(_Key(size, 1, _HIDDEN.name, False, span, shared, adapted))
             if ending is _HIDDEN:
                 return self._sample(plan, size, entry)
-            return self._masked(plan, _Key(size, 1, _MASKED.name, drawn, 0, False, adapted), turn, begun)
+            return self._masked(plan, _Key(size, 1, _MASKED.name, drawn, span, shared, adapted), turn, begun)
         self._use(_Key(size, query, ending.name, drawn, span, shared, adapted))
         return self._delivered(plan, query, turn, begun)
 
@@ -361,8 +361,9 @@ class DecodeGraphs(StaticSteps[_Key]):
         def rest(masks: RowMasks | None) -> Handle:
             inputs.upload(masks)
             self._use(key)
-            inputs.read.record()
-            return self._delivered(plan, 1, turn, begun)
+            handle = self._delivered(plan, 1, turn, begun)
+            inputs.read = self._events[turn]
+            return handle
 
         return rest(plan.masks) if plan.late is None else LateHandle(plan, rest)
 
@@ -434,12 +435,19 @@ class DecodeGraphs(StaticSteps[_Key]):
         return Entry(run, step, (step,))
 
     def _finish(self, key: _Key) -> Entry:
-        """What follows the forward pass: the tokens that masks allow, out of the hidden states."""
+        """What follows the forward pass: the tokens that masks allow, out of the hidden states. The fused program goes
+        on by itself, so that rows without a mask get the tokens that they get alone, from the same logits.
+        """
         hidden, masks = self._hidden_states(key.size), self._masks
         if masks is None:
             raise RuntimeError("A step with masks ends before it has room for them.")
         drawing = self._drawing.rows(key.size) if key.drawn else None
         index, bits = masks.index(key.size), masks.bits
+        forward = self._graphs.get(key._replace(ending=_HIDDEN.name, drawn=False))
+        program = None if forward is None else next((p for p in forward.keep if isinstance(p, DecodeProgram)), None)
+        if program is not None and program.weights.vocab_size == self._params.vocab_size:
+            ids, turns, finish = self._ids, self._inputs[2, : key.size], program.finish
+            return Entry(lambda: finish(self._table, ids, turns, (index, bits), drawing), None, (masks, program))
         view, slots = self._adapters(key.size, 1) if key.adapted else None, self._inputs[0, : key.size]
 
         def run() -> None:

@@ -184,10 +184,12 @@ class DryRun:
                     found, last = (None, None) if part.head is None else (ids, hidden)
                     program = DecodeProgram(part, size, span, slots, positions, stream=stream)
                     program.run(table, token_ids=found, hidden=last)
+                    self._finish(program, table)
                     if self._lora is not None and part.takes_adapters:
                         by_slot = torch.empty(self._num_slots, dtype=torch.int32, device=META)
                         program = DecodeProgram(part, size, span, slots, positions, stream=stream, adapters=by_slot)
                         program.run(table, token_ids=found, hidden=last)
+                        self._finish(program, table)
                     if plan is not None:
                         program = DecodeProgram(part, size, span, slots, positions, shared=plan, stream=stream)
                         program.run(table, token_ids=found)
@@ -208,6 +210,16 @@ class DryRun:
             choose_tokens(
                 slots, positions, best, ids, best, tiles, logits.shape[1], table.tokens, table.device_lengths, ids
             )
+
+    def _finish(self, program: DecodeProgram, table: Any) -> None:
+        """The end of a step whose rows have masks, where there is one of its own."""
+        if self._tp.world > 1 or program.weights.head is None:
+            return
+        rows, words = program.rows, -(-self._spec.vocab_size // 32)
+        index = torch.empty(rows, dtype=torch.int32, device=META)
+        bits = torch.empty(rows, words, dtype=torch.int32, device=META)
+        ring = torch.empty(2, rows, dtype=torch.int32, device=META)
+        program.finish(table, ring, index, (index, bits))
 
 
 def stages_of(weights: ProgramWeights, stages: int) -> list[ProgramWeights]:

@@ -257,6 +257,7 @@ class DecodeProgram:
             experts = moe.router.weight.shape[0]
             self._chosen = ChosenExperts.of(experts, moe.top_k, width, weights.dtype, device, moe.down)
         self._final = empty(rows, hidden)
+        self._behind: tuple[Rows, Tensor] | None = None  # the last norm as the head takes it, and as it left the step
         self._nominees = empty(rows, 3, dtype=fp32)
 
     def _layer_products(self, layer: LayerWeights) -> _Products:
@@ -305,15 +306,39 @@ class DecodeProgram:
                 normalize_rows(x, hidden, pdl=self._pdl)
             elif isinstance(x, Tensor):
                 hidden.copy_(x)
+            self._behind = x, hidden
         if token_ids is None:
             return
         if drawing is None:
             self._choose(x, table, token_ids, turns)
         elif hidden is not None:
-            draw_tokens(
-                self._logits(hidden), self._slots, self._positions, drawing, table.tokens, table.device_lengths,
-                token_ids, turns,
-            )  # fmt: skip
+            self._draw(hidden, table, token_ids, turns, drawing)
+
+    def finish(
+        self, table: SlotTable, token_ids: Tensor, turns: Tensor, masks: tuple[Tensor, Tensor],
+        drawing: Drawing | None = None,
+    ) -> None:  # fmt: skip
+        """Queue what follows a step that left hidden states, on one rank: tokens that masks allow, out of the very
+        logits that `run` would take them from, and to where it would write them.
+
+        masks: index and bits, as for `argmax_tiles`.   The rest: as for `run`.
+        """
+        if self._behind is None or not self._alone:
+            raise RuntimeError("No step of one rank has left hidden states.")
+        x, hidden = self._behind
+        if drawing is None:
+            self._choose(x, table, token_ids, turns, masks)
+        else:
+            self._draw(hidden, table, token_ids, turns, drawing, masks)
+
+    def _draw(
+        self, hidden: Tensor, table: SlotTable, token_ids: Tensor, turns: Tensor | None, drawing: Drawing,
+        masks: tuple[Tensor, Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        draw_tokens(
+            self._logits(hidden), self._slots, self._positions, drawing, table.tokens, table.device_lengths, token_ids,
+            turns, masks,
+        )  # fmt: skip
 
     def _walk(self, table: SlotTable) -> Rows:
         """All layers; returns the rows behind the last norm."""
@@ -553,25 +578,35 @@ class DecodeProgram:
         join_rows(h, out, y, chosen, branch, after, scale, pdl=self._pdl and not first)
         return h if after is None else out
 
-    def _choose(self, x: Rows, table: SlotTable, token_ids: Tensor, turns: Tensor | None) -> None:
-        """The most likely token of every row; of several ranks each names the best of its part of the vocabulary."""
+    def _choose(
+        self, x: Rows, table: SlotTable, token_ids: Tensor, turns: Tensor | None,
+        masks: tuple[Tensor, Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        """The most likely token of every row; of several ranks each names the best of its part of the vocabulary.
+
+        masks: of one rank only; then this begins a piece of work, and so goes without PDL.
+        """
         w, s, wide, pdl = self.weights, self._stream, self._tiling.wide_head, False
+        first = self._pdl and masks is None
         if w.head is None or self._head is None:
             raise RuntimeError("This stage of the pipeline has no head.")
         if isinstance(x, Rounded):
             raise RuntimeError("Rows are rounded for products of 8-bit floats only.")
         if self._few:
-            run_product(self._head, s, x, s.h, pdl=self._pdl)
+            run_product(self._head, s, x, s.h, pdl=first, masks=masks)
             tiles, pdl = self._head.tiles, self._pdl
         elif isinstance(x, Folded):
             raise RuntimeError("A norm is folded into products of few rows only.")
         elif wide is not None:
-            tiles = argmax_product(x, w.head, s.best, s.best_at, s.sums, wide, pdl=self._pdl)
+            tiles = argmax_product(x, w.head, s.best, s.best_at, s.sums, wide, pdl=first, masks=masks)
         else:
-            tiles = argmax_tiles(self._rank_logits(x), s.best, s.best_at, s.sums)
+            tiles = argmax_tiles(self._rank_logits(x), s.best, s.best_at, s.sums, masks)
         slots, positions, written = self._slots, self._positions, (table.tokens, table.device_lengths, token_ids, turns)
         if self._alone:
-            choose_tokens(slots, positions, s.best, s.best_at, s.sums, tiles, w.vocab_size, *written, pdl=pdl)
+            choose_tokens(
+                slots, positions, s.best, s.best_at, s.sums, tiles, w.vocab_size, *written, pdl=pdl,
+                masked=masks is not None,
+            )  # fmt: skip
             return
         nominate(s.best, s.best_at, s.sums, tiles, w.first_row, self._nominees)
         nominees = w.tp.all_gather(self._nominees, 0)

@@ -175,6 +175,34 @@ def test_greedy_token_goes_to_the_slot_table(tiling):
     assert tokens.count_nonzero() == (tokens == tokens[4, 8]).sum() + (rows == 3 and want[2] != want[0])
 
 
+@pytest.mark.parametrize(
+    "tiling", [*TILINGS[:2], Tiling(False, 64, 64, 4)], ids=["vector", "parts of a mask's word", "whole words"]
+)
+def test_maxima_of_a_product_are_of_what_masks_allow(tiling):
+    rows, width, vocab = 1 if tiling.vector else 5, 64, 150
+    x, w, norm = torch.randn(rows, width), torch.randn(vocab, width), torch.ones(width)
+    bits = torch.from_numpy(np.random.default_rng(3).integers(0, 2**32, (3, 5), dtype=np.uint32).view(np.int32))
+    bits[2] = 0  # nothing at all
+    index = torch.tensor([0, -1, 2, 1, 0][:rows], dtype=torch.int32)
+    p, plain, masked = Product(w, None, ARGMAX, tiling), stream(rows, width, vocab), stream(rows, width, vocab)
+    run_product(p, plain, folded(x, norm, 2), x)
+    run_product(p, masked, folded(x, norm, 2), x, masks=(index, bits))
+    found = [s.best.view(-1)[: rows * p.tiles].view(rows, -1) for s in (plain, masked)]
+    places = [s.best_at.view(-1)[: rows * p.tiles].view(rows, -1) for s in (plain, masked)]
+    sums = [s.sums.view(-1)[: rows * p.tiles] for s in (plain, masked)]
+    assert torch.equal(*sums), "of all of them"
+    want = F.linear(rms_norm.reference(x, norm, EPS), w)
+    apply_bitmask.reference(want, torch.arange(rows)[index >= 0], bits[index[index >= 0].long()])
+    for row in range(rows):
+        if index[row] < 0:
+            assert torch.equal(found[0][row], found[1][row]) and torch.equal(places[0][row], places[1][row])
+        for tile, logits in enumerate(want[row].split(tiling.rows)):
+            torch.testing.assert_close(found[1][row, tile], logits.max(), rtol=1e-4, atol=1e-4)
+            assert logits.max() == -torch.inf or places[1][row, tile] == tile * tiling.rows + logits.argmax()
+    run_product(p, masked, folded(x, norm, 2), x, masks=(torch.full((rows,), -1, dtype=torch.int32), bits))
+    assert torch.equal(masked.best.view(-1)[: rows * p.tiles], plain.best.view(-1)[: rows * p.tiles])
+
+
 def test_rows_go_on_by_themselves_and_fill_the_ring():
     best, sums = torch.tensor([[1.0, 3.0], [5.0, 2.0], [1.0, 4.0]]), torch.zeros(3, 2)
     sums[2, 1] = float("nan")
@@ -219,6 +247,15 @@ def test_wide_products_gate_and_find_the_maximum(rows, outputs):
     want[5] = -1
     assert want[3] == 7
     assert torch.equal(ids, want)
+    index = torch.arange(rows, dtype=torch.int32) % 3 - 1
+    bits = torch.from_numpy(np.random.default_rng(3).integers(0, 2**32, (2, -(-vocab // 32)), dtype=np.uint32))
+    argmax_product(x, w, best, best_at, sums, t, masks=(index, bits.view(torch.int32)))
+    choose_tokens(slots, positions, best, best_at, sums, tiles, vocab, tokens, lengths, ids, masked=True)
+    apply_bitmask.reference(logits, (index >= 0).nonzero()[:, 0], bits.view(torch.int32)[index[index >= 0].long()])
+    masked = (logits == logits.amax(-1, keepdim=True)).int().argmax(-1).int()
+    masked[5] = -1
+    assert torch.equal(ids, masked)
+    assert torch.equal(ids[index < 0], want[index < 0])
 
 
 def test_argmax_of_logits_marks_what_is_not_finite():

@@ -281,7 +281,7 @@ def _fall_kernel(
     y = tl.sum(acc, 1)
     finish_row(
         y, y, n, in_n, pid, first_bias, second_bias, next_part, parts, before, 0.0, out, h, scaled, squares_out, out,
-        out, out, scale, N, BN, MODE, -1, False, NEXT, False,
+        out, out, None, None, scale, N, BN, MODE, -1, False, NEXT, False, False,
     )  # fmt: skip
 
 

@@ -95,14 +95,14 @@ def _times(a, low, high, PAIRS: tl.constexpr, ASM: tl.constexpr):
     return product
 
 
-@triton.jit(do_not_specialize=["tiles_in"])
+@triton.jit(do_not_specialize=["tiles_in", "words"])
 def _gemv_kernel(
     x, w, scales, bias, out, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out, best, best_at, sums,
-    scale: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    UNROLL: tl.constexpr,
+    index, bits, words, scale: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, UNROLL: tl.constexpr,
     MODE: tl.constexpr, ACT: tl.constexpr, NORM: tl.constexpr, NEXT: tl.constexpr, BIAS: tl.constexpr,
     SQUARES: tl.constexpr, PDL: tl.constexpr, WHOLE: tl.constexpr, SCALES: tl.constexpr, ASM: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    AT_ONCE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One row: grid (N / BN,). Products are kept apart in a [BN, BK] tile of fp32 and summed once at the end.
 
@@ -158,21 +158,21 @@ def _gemv_kernel(
         parts, before = ask_inputs(squares_in, tiles_in, h, n, in_n, MODE, NORM, SQUARES)
     finish_row(
         y, u, n, in_n, pid, first_bias, second_bias, weight, parts, before, eps, out, h, scaled, squares_out, best,
-        best_at, sums, scale, WIDTH, BN, MODE, ACT, NORM, NEXT, BIAS,
+        best_at, sums, index, bits, scale, WIDTH, BN, MODE, ACT, NORM, NEXT, BIAS, MASKED,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tiles_in", "M"])
+@triton.jit(do_not_specialize=["tiles_in", "words", "M"])
 def _skinny_kernel(
     x, w, scales, bias, out, part, arrived, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out, best,
-    best_at, sums, scale: tl.constexpr, low_a, low_b, ranks, adapters, order, small, ready, M, N: tl.constexpr,
-    K: tl.constexpr, WIDTH: tl.constexpr,
+    best_at, sums, index, bits, words, scale: tl.constexpr, low_a, low_b, ranks, adapters, order, small, ready, M,
+    N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, MODE: tl.constexpr,
     ACT: tl.constexpr, NORM: tl.constexpr, NEXT: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
     AHEAD: tl.constexpr, LORA: tl.constexpr, MOST: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr,
     PARTS: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, SHARES: tl.constexpr, TILE: tl.constexpr,
     COLUMNS: tl.constexpr, OUTPUTS: tl.constexpr, NARROW: tl.constexpr, FORESEE: tl.constexpr,
-    SCALES: tl.constexpr, ASM: tl.constexpr,
+    SCALES: tl.constexpr, ASM: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Up to BM rows: grid (N / BN, SPLIT). The weight is the left operand, so that few rows cost few columns.
 
@@ -280,7 +280,8 @@ def _skinny_kernel(
             up = acc
     close_rows(
         acc, up, m, n, in_m, in_n, pid, first_bias, second_bias, weight, parts, before, squares_in, tiles_in, eps, out,
-        h, scaled, squares_out, best, best_at, sums, scale, N, WIDTH, BN, MODE, ACT, LAST, NEXT, BIAS,
+        h, scaled, squares_out, best, best_at, sums, index, bits, words, scale, N, WIDTH, BN, MODE, ACT, LAST, NEXT,
+        BIAS, MASKED,
     )  # fmt: skip
 
 
@@ -346,12 +347,14 @@ class Stream:
 
 
 def run_product(
-    p: Product, s: Stream, x: Tensor | Folded, out: Tensor, next_weight: Tensor | None = None, pdl: bool = False
-) -> None:
+    p: Product, s: Stream, x: Tensor | Folded, out: Tensor, next_weight: Tensor | None = None, pdl: bool = False,
+    masks: tuple[Tensor, Tensor] | None = None,
+) -> None:  # fmt: skip
     """Launch one product of x [rows, inputs].
 
     out: [rows, outputs] of STORE and GATED.   next_weight: of the norm that follows a RESIDUAL product; then the
-    stream's `scaled` and `squares` are written, with `p.tiles` parts.
+    stream's `scaled` and `squares` are written, with `p.tiles` parts.   masks: of an ARGMAX product whose weight is
+    stored as plain numbers, as for `decode_step.argmax_tiles`.
     """
     t, inputs = p.tiling, p.weight.shape[1]
     norm = isinstance(x, Folded)
@@ -363,7 +366,7 @@ def run_product(
     # What a kernel has no use for is no parameter of it: a step has more than a hundred launches.
     stream = (s.h, None, None, None) if next_weight is None else (s.h, next_weight, s.scaled, s.squares)
     bests = (s.best, s.best_at, s.sums) if p.mode == ARGMAX else (None,) * 3
-    rest = (*(stream if p.mode == RESIDUAL else (None,) * 4), *bests, p.scale)
+    rest = (*(stream if p.mode == RESIDUAL else (None,) * 4), *bests)
     bias, parts = p.bias, (None, None) if t.split == 1 else (s.part, s.arrived)
     to = out if p.mode in (STORE, GATED) else None
     const = {"N": p.outputs, "K": inputs, "WIDTH": s.width, "BN": t.rows, "BK": t.depth, "MODE": p.mode}
@@ -371,9 +374,11 @@ def run_product(
     const |= {"BIAS": p.bias is not None, "PDL": pdl, "num_warps": t.warps}
     if isinstance(p.weight, PackedWords):
         del const["BK"]
-        behind = (squares, tiles, eps, *rest)
+        behind = (squares, tiles, eps, *rest, p.scale)
         launch_packed(rows, p.weight, (bias, to), parts, behind, s.rows, t, const, extra)
         return
+    rest = (*rest, *((None,) * 3 if masks is None else (*masks, masks[1].shape[1])), p.scale)
+    const["MASKED"] = masks is not None
     if isinstance(p.weight, Float8Weight):
         weights, scales, scaled = p.weight.codes, p.weight.scales, True
     else:

@@ -120,7 +120,8 @@ def finish_rows(
     parts, before = ask_rows(squares_in, tiles_in, h, m, n, in_m, in_n, N, MODE, NORM)
     close_rows(
         acc, up, m, n, in_m, in_n, pid, first_bias, second_bias, weight, parts, before, squares_in, tiles_in, eps, out,
-        h, scaled, squares_out, best, best_at, sums, scale, N, WIDTH, BN, MODE, ACT, NORM, NEXT, BIAS,
+        h, scaled, squares_out, best, best_at, sums, None, None, None, scale, N, WIDTH, BN, MODE, ACT, NORM, NEXT, BIAS,
+        False,
     )  # fmt: skip
 
 
@@ -139,11 +140,15 @@ def ask_rows(squares_in, tiles_in, h, m, n, in_m, in_n, N: tl.constexpr, MODE: t
 @triton.jit
 def close_rows(
     acc, up, m, n, in_m, in_n, pid, first_bias, second_bias, weight, parts, before, squares_in, tiles_in, eps, out, h,
-    scaled, squares_out, best, best_at, sums, scale: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr,
-    BN: tl.constexpr, MODE: tl.constexpr, ACT: tl.constexpr, NORM: tl.constexpr, NEXT: tl.constexpr, BIAS: tl.constexpr,
+    scaled, squares_out, best, best_at, sums, index, bits, words, scale: tl.constexpr, N: tl.constexpr,
+    WIDTH: tl.constexpr, BN: tl.constexpr, MODE: tl.constexpr, ACT: tl.constexpr, NORM: tl.constexpr,
+    NEXT: tl.constexpr, BIAS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """`finish_rows` with what `ask_constants` and `ask_rows` have loaded."""
+    """`finish_rows` with what `ask_constants` and `ask_rows` have loaded. MASKED: of an ARGMAX product, whose maxima
+    are of what the rows' masks allow.
+    """
     TILES: tl.constexpr = (N + BN - 1) // BN
+    BM: tl.constexpr = m.shape[0]
     keep = in_m[None, :] & in_n[:, None]
     at = m[None, :] * N + n[:, None]
     if NORM:
@@ -174,7 +179,19 @@ def close_rows(
             tl.store(squares_out + m * TILES + pid, tl.sum(f * f, 0), mask=in_m)
     else:
         tl.store(sums + m * TILES + pid, tl.sum(acc, 0), mask=in_m)
-        top, row = tl.max(tl.where(in_n[:, None], acc, -float("inf")), 0, return_indices=True)
+        allowed = in_n[:, None]
+        if MASKED:
+            mask = tl.load(index + m, mask=in_m, other=-1)
+            row_bits, has_mask = bits + mask.to(tl.int64)[None, :] * words, (mask >= 0)[None, :]
+            if BN % 32 == 0:  # each word is read once
+                at = pid * (BN // 32) + tl.arange(0, BN // 32)
+                word = tl.load(row_bits + at[:, None], mask=has_mask & (at < words)[:, None], other=-1)
+                bit = tl.reshape((word[:, None, :] >> tl.arange(0, 32)[None, :, None]) & 1, [BN, BM])
+            else:
+                word = tl.load(row_bits + (n // 32)[:, None], mask=has_mask & in_n[:, None], other=-1)
+                bit = (word >> (n % 32)[:, None]) & 1
+            allowed = allowed & (bit != 0)
+        top, row = tl.max(tl.where(allowed, acc, -float("inf")), 0, return_indices=True)
         tl.store(best + m * TILES + pid, top, mask=in_m)
         tl.store(best_at + m * TILES + pid, pid * BN + row, mask=in_m)
 
@@ -214,10 +231,10 @@ def ask_inputs(squares_in, tiles_in, h, n, in_n, MODE: tl.constexpr, NORM: tl.co
 @triton.jit
 def finish_row(
     y, u, n, in_n, pid, first_bias, second_bias, weight, parts, before, eps, out, h, scaled, squares_out, best, best_at,
-    sums, scale: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr, MODE: tl.constexpr, ACT: tl.constexpr,
-    NORM: tl.constexpr, NEXT: tl.constexpr, BIAS: tl.constexpr,
+    sums, index, bits, scale: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr, MODE: tl.constexpr,
+    ACT: tl.constexpr, NORM: tl.constexpr, NEXT: tl.constexpr, BIAS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """As `finish_rows` for one row: y [outputs n], u of a GATED product; what was loaded by `ask_constants` and
+    """As `close_rows` for one row: y [outputs n], u of a GATED product; what was loaded by `ask_constants` and
     `ask_inputs`.
     """
     if NORM:
@@ -247,6 +264,11 @@ def finish_row(
             tl.store(squares_out + pid, tl.sum(f * f, 0))
     else:
         tl.store(sums + pid, tl.sum(y, 0))
-        top, at = tl.max(tl.where(in_n, y, -float("inf")), 0, return_indices=True)
+        allowed = in_n
+        if MASKED:  # noqa: SIM102 (what is inside is not compiled without)
+            if tl.load(index) >= 0:  # one row has the first mask, or none
+                word = tl.load(bits + n // 32, mask=in_n, other=0)
+                allowed = allowed & (((word >> (n % 32)) & 1) != 0)
+        top, at = tl.max(tl.where(allowed, y, -float("inf")), 0, return_indices=True)
         tl.store(best + pid, top)
         tl.store(best_at + pid, pid * BN + at)

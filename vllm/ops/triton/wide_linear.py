@@ -29,13 +29,15 @@ class WideTiling:
     stages: int
 
 
-@triton.jit(do_not_specialize=["M", "tiles"])
+@triton.jit(do_not_specialize=["M", "tiles", "words"])
 def _wide_kernel(
-    x, w, out, best, best_at, sums, M, tiles, N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr,
+    x, w, out, best, best_at, sums, index, bits, words, M, tiles, N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
+    MASKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of outputs. x: [M, K], w: [N or 2 N, K], both as descriptors. GATED: out = act(x gate^T) * (x up^T)
-    with the weight's first N rows as gate; else per row and tile the maximum, its index and the sum."""
+    with the weight's first N rows as gate; else per row and tile the maximum, its index and the sum. MASKED: the
+    maximum of what the row's mask allows."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -57,7 +59,15 @@ def _wide_kernel(
         tl.store(out + m.to(tl.int64)[:, None] * N + n[None, :], y, mask=(m < M)[:, None] & (n < N)[None, :])
     else:
         here = (n < N)[None, :]
-        top, at = tl.max(tl.where(here, acc, -float("inf")), 1, return_indices=True)
+        allowed = here
+        if MASKED:
+            mask = tl.load(index + m, mask=m < M, other=-1)
+            j = tile * (BN // 32) + tl.arange(0, BN // 32)
+            where = bits + mask.to(tl.int64)[:, None] * words + j[None, :]
+            word = tl.load(where, mask=(mask >= 0)[:, None] & (j < words)[None, :], other=-1)
+            bit = (word[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1
+            allowed = here & (tl.reshape(bit, [BM, BN]) != 0)
+        top, at = tl.max(tl.where(allowed, acc, -float("inf")), 1, return_indices=True)
         place = m.to(tl.int64) * tiles + tile
         tl.store(sums + place, tl.sum(tl.where(here, acc, 0.0), 1), mask=m < M)
         tl.store(best + place, top, mask=m < M)
@@ -66,16 +76,17 @@ def _wide_kernel(
 
 def _launch(
     x: Tensor, weight: Tensor, t: WideTiling, outputs: int, out: Tensor, best: Tensor, best_at: Tensor, sums: Tensor,
-    act: str | None, pdl: bool,
+    act: str | None, pdl: bool, masks: tuple[Tensor, Tensor] | None = None,
 ) -> int:  # fmt: skip
     rows, inputs = x.shape
     tiles = triton.cdiv(outputs, t.outputs)
+    index, bits, words = (None, None, None) if masks is None else (*masks, masks[1].shape[1])
     _wide_kernel[(tiles * triton.cdiv(rows, t.rows),)](
         TensorDescriptor(x, [rows, inputs], [inputs, 1], [t.rows, t.depth]),
         TensorDescriptor(weight, list(weight.shape), [inputs, 1], [t.outputs, t.depth]),
-        out, best, best_at, sums, rows, tiles, N=outputs, K=inputs, BM=t.rows, BN=t.outputs, BK=t.depth,
-        STAGES=t.stages, GATED=act is not None, ACT=-1 if act is None else KINDS[act], PDL=pdl, num_warps=t.warps,
-        **({"launch_pdl": True} if pdl else {}),
+        out, best, best_at, sums, index, bits, words, rows, tiles, N=outputs, K=inputs, BM=t.rows, BN=t.outputs,
+        BK=t.depth, STAGES=t.stages, GATED=act is not None, ACT=-1 if act is None else KINDS[act],
+        MASKED=masks is not None, PDL=pdl, num_warps=t.warps, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return tiles
 
@@ -91,13 +102,15 @@ def gated_product(x: Tensor, weight: Tensor, out: Tensor, act: str, t: WideTilin
 
 
 def argmax_product(
-    x: Tensor, weight: Tensor, best: Tensor, best_at: Tensor, sums: Tensor, t: WideTiling, pdl: bool = False
-) -> int:
+    x: Tensor, weight: Tensor, best: Tensor, best_at: Tensor, sums: Tensor, t: WideTiling, pdl: bool = False,
+    masks: tuple[Tensor, Tensor] | None = None,
+) -> int:  # fmt: skip
     """`argmax_tiles` of x @ weight^T, which is not stored. Returns the number of tiles, the outputs' second dimension.
 
     x: [rows, inputs]; weight: [vocab, inputs].   best, sums: fp32, best_at: int32, room for rows * tiles.
+    masks: as for `argmax_tiles`.
     """
-    return _launch(x, weight, t, weight.shape[0], best, best, best_at, sums, None, pdl)
+    return _launch(x, weight, t, weight.shape[0], best, best, best_at, sums, None, pdl, masks)
 
 
 def choose_wide_gate(rows: int, outputs: int, inputs: int) -> WideTiling | None:
