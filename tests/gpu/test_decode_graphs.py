@@ -51,7 +51,7 @@ def driver_of(model, monkeypatch, sizes):
         driver.runner.decode_steps = DecodeGraphs(driver.runner, context, sizes, 300)
     rng = np.random.default_rng(1)
     for i in range(7):
-        driver.add(f"r{i}", rng.integers(0, VOCAB, rng.integers(2, 90)).tolist(), seed=i, **SETTINGS[i % 3])
+        driver.add(f"r{i}", rng.integers(0, VOCAB, rng.integers(2, 90)).tolist(), seed=i, **SETTINGS[i % len(SETTINGS)])
     return driver
 
 
