@@ -9,7 +9,7 @@ from vllm.core.request import Request
 from vllm.core.waiting import WaitingQueue
 
 EXPRESS_SHARE = 0.125  # of the time, for steps that leave the crowd out
-LONGEST = 5.0  # times as long as a newcomer's step may those with the crowd take, while others are there
+LONGEST = 4.5  # times as long as a newcomer's step may those with the crowd take, while others are there
 SHORT_SECONDS = 0.006  # a step that takes no longer is not made shorter
 MOST_PARTS = 4
 PROMPTS_SHARE = 0.125  # of the crowd's tokens in a step, for its prompts, at least

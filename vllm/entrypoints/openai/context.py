@@ -42,6 +42,8 @@ MAX_STRANGERS = 16
 MAX_SHOWN_NAME = 256
 LARGE_BYTES = 1 << 20  # a body that takes so long to read that others should not wait for it
 BEGUN_PER_TURN = 16  # prompts of one request, before others have their turn
+BEGUN_AT_ONCE = 64  # before it also rests
+LONGEST_REST_SECONDS = 0.005
 _SAFE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -303,6 +305,24 @@ def as_api_error(error: BaseException) -> APIError:
     return APIError(500, "The server failed to process the request.", "InternalServerError")
 
 
+class Turns:
+    """How a request begins its many prompts: a few at a time, then others have their turn. After the first ones it also
+    rests as long as it has worked: the core has enough to do, and needs the processor for others, too.
+    """
+
+    def __init__(self) -> None:
+        self._count, self._since = 0, time.perf_counter()
+
+    async def begun(self) -> None:
+        """A prompt has begun."""
+        self._count += 1
+        if self._count % BEGUN_PER_TURN:
+            return
+        worked = min(time.perf_counter() - self._since, LONGEST_REST_SECONDS)
+        await asyncio.sleep(worked if self._count > BEGUN_AT_ONCE else 0)
+        self._since = time.perf_counter()
+
+
 async def merge(prompts: Sequence[Prompt]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Outputs of several prompts as they come, with the prompt's number. Leaving it aborts what still runs.
 
@@ -322,12 +342,12 @@ async def merge(prompts: Sequence[Prompt]) -> AsyncGenerator[tuple[int, RequestO
         changed.set()
 
     try:
+        turns = Turns()
         for index, prompt in enumerate(prompts):
             stream = await prompt.open()
             streams.append(stream)
             stream.listen(partial(on_output, index))
-            if index % BEGUN_PER_TURN == BEGUN_PER_TURN - 1:
-                await asyncio.sleep(0)
+            await turns.begun()
         unfinished = len(prompts)
         while unfinished:
             await changed.wait()

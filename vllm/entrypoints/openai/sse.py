@@ -13,7 +13,7 @@ from starlette.responses import Response
 from vllm.engine.request_stream import RequestStream, is_failed
 from vllm.entrypoints.openai.answers import INLINE_ENTRIES, count_entries, has_logprobs
 from vllm.entrypoints.openai.connection import ChunkWriter, chunk_writer
-from vllm.entrypoints.openai.context import BEGUN_PER_TURN, Prompt, as_api_error
+from vllm.entrypoints.openai.context import Prompt, Turns, as_api_error
 from vllm.entrypoints.openai.errors import APIError
 from vllm.entrypoints.openai.limits import SlowReaderError, take_back_cancel
 
@@ -103,12 +103,12 @@ class EventStream(Response):
         return True
 
     async def _await_first(self) -> None:
+        turns = Turns()
         for index, prompt in enumerate(self._prompts):
             stream = await prompt.open()
             self._streams.append(stream)
             stream.listen(partial(self._on_output, index))
-            if index % BEGUN_PER_TURN == BEGUN_PER_TURN - 1:
-                await asyncio.sleep(0)
+            await turns.begun()
         while not self._ready and not self._complete:
             await self._changed.wait()
             self._changed.clear()
