@@ -106,9 +106,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement, at least")
     parser.add_argument("--turns", type=int, default=4, help="of each: idle, greedy alone, both")
     parser.add_argument("--only", default="", help="greedy requests whose name has this in it")
-    parser.add_argument(
-        "--server-cores", type=int, help="so many cores of this process; clients get the others"
-    )
+    parser.add_argument("--server-cores", type=int, help="so many cores of this process; clients get the others")
     parser.add_argument("--out", type=Path, help="also write the figures there, as JSON")
     args = parser.parse_args()
     rows = []
