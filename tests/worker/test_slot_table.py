@@ -9,7 +9,7 @@ import torch
 from tests.worker.toy import Ahead
 from vllm.sampling_params import SamplingParams
 from vllm.step.kv_policy import KVGroup, KVKind, KVLayout
-from vllm.step.plan import Column, SlotInit, TokenWrite
+from vllm.step.plan import BlockAppend, Column, SlotInit, TokenWrite
 from vllm.worker.device import CpuContext
 from vllm.worker.slot_table import SlotTable
 
@@ -65,3 +65,30 @@ def test_a_length_that_the_device_found_is_read_from_it(context: CpuContext) -> 
     assert table.known_lengths(slots).tolist() == [12]
     table.enter([init(2, [1, 2])])
     assert table.known_lengths(slots).tolist() == [2]
+
+
+@CONTEXTS
+@pytest.mark.parametrize("seed", range(3))
+def test_block_tables_are_what_was_appended_one_by_one(context: CpuContext, seed: int) -> None:
+    """Of two groups; rows that begin anew, grow by a block or several, or have blocks replaced, many in one plan."""
+    groups = KVGroup(KVKind.FULL, (0,)), KVGroup(KVKind.SLIDING, (1,), window=32)
+    table = SlotTable(6, 5000, KVLayout.alike(groups, 16, 1, 8, 4), context)
+    want: list[list[list[int]]] = [[[] for _ in range(6)] for _ in groups]
+    rng = np.random.default_rng(seed)
+    for step in range(60):
+        appends = []
+        fresh = bool(rng.random() < 0.3)
+        for slot in rng.permutation(6)[: rng.integers(1, 7)].tolist():
+            for g, rows in enumerate(want):
+                known = 0 if fresh else len(rows[slot])
+                blocks = rng.integers(1, 999, rng.integers(0 if fresh else 1, 300 if step == 40 else 4)).tolist()
+                start = max(0, known - 1) if rng.random() < 0.2 else known
+                rows[slot] = (rows[slot][:start] if not fresh else []) + blocks
+                appends.append(BlockAppend(slot, g, start, blocks))
+        version = table.version
+        table.append_blocks(appends, fresh=fresh)
+        assert (table.version > version) or not fresh
+        for g, rows in enumerate(want):
+            columns = table.host_tables[g].shape[1]
+            whole = np.array([blocks + [0] * (columns - len(blocks)) for blocks in rows])
+            assert (table.host_tables[g] == whole).all() and (table.tables[g].numpy() == whole).all()
