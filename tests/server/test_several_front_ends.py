@@ -149,6 +149,7 @@ def test_many_requests_at_once_hold_up_nobody(ends: Ends, monkeypatch: pytest.Mo
     far[1].sendall(wire.frame(wire.AddRequests([request("mine", max_tokens=50)])))
     server._take_in(0.1)
     monkeypatch.setattr(core_process, "BESIDE_SECONDS", 0.0)
+    monkeypatch.setattr(core_process, "LEAST_SECONDS", 0.0)
     many = [request(str(i), max_tokens=30) for i in range(20)]
     many[10].seed = "none"  # type: ignore[assignment]
     unwanted = [str(i) for i in range(20) if i not in (1, 10, 19)]
@@ -174,6 +175,7 @@ def test_many_requests_at_once_hold_up_nobody(ends: Ends, monkeypatch: pytest.Mo
 
 def test_requests_of_one_who_leaves_are_not_taken_in(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core_process, "TAKE_SECONDS", 0.0)
+    monkeypatch.setattr(core_process, "LEAST_SECONDS", 0.0)
     monkeypatch.setattr(core_process, "MANY", 1)
     for i in (1, 2):
         ends.far[i].sendall(wire.frame(wire.AddRequests([request("a"), request("b")])))

@@ -128,6 +128,32 @@ def test_two_stages_give_the_tokens_of_one(sizes: tuple[list[int], list[int]]) -
     assert all(context.recorded >= 1 and context.replayed > 2 for context in staged.contexts)
 
 
+def test_a_long_pipeline_has_more_steps_in_flight_than_a_ring_of_eight() -> None:
+    """Each step's tokens are read when as many more have been queued as there are stages."""
+
+    def tokens(world: int, in_flight: int) -> list[list[int]]:
+        context = Recording()
+        driver = Driver(Toy(attend=attend_as_recorded), context=context)
+        driver.runner.pipeline = AloneOf(world=world)
+        driver.runner.decode_steps = DecodeGraphs(driver.runner, context, [2], 300)
+        for i in range(2):
+            driver.add(f"r{i}", [5 + i, 6, 7], seed=i, temperature=0.9)
+        handles, found = deque[Any](), []
+        for _ in range(30):
+            handles.append(driver.runner.execute(driver.plan()))
+            if len(handles) >= in_flight:
+                found.append(handles.popleft().result().token_ids)
+        return found + [handle.result().token_ids for handle in handles]
+
+    assert tokens(11, in_flight=12) == tokens(1, in_flight=1)
+
+
+class AloneOf(Pipeline):
+    """A pipeline of which one rank has all layers."""
+
+    is_first = is_last = True  # type: ignore[assignment]
+
+
 def test_stages_prepare_steps_each_by_itself() -> None:
     """Then no step captures anything, and nothing of what was made up is left."""
     plain, staged = Driver(Toy()), Staged(([2, 8], [1, 4, 8]))

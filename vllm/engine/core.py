@@ -96,6 +96,7 @@ class EngineCore:
         self._late: tuple[int, list[int]] | None = None  # the newest step, and its rows that wait for masks
         self._together = cast("TogetherExecutor", executor) if config.parallel_config.shares_experts else None
         self._calls = self._followed = 0  # to work together, and those that came before a common end of work
+        self.more_to_come = False  # requests of a call that was counted
         self._submitted = 0  # steps handed to the executor whose results were not collected
         self._left_over: deque[CoreOutput] = deque()  # ends of requests that an interrupted step could not return
         self._death: str | None = None
@@ -252,7 +253,7 @@ class EngineCore:
         plan = schedule(masks if grammars else None)
         if self._together is not None:
             tokens = 0 if plan is None else self.scheduler.planned_tokens
-            tokens, go_on = self._together.agree(tokens, self.has_unfinished(), self._calls)
+            tokens, go_on = self._together.agree(tokens, self.has_unfinished() or self.more_to_come, self._calls)
             if not go_on:
                 self._followed = self._calls
             if tokens:

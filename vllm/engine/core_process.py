@@ -25,7 +25,8 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import msgspec
 
@@ -54,6 +55,7 @@ WHOLE_SECONDS = 0.05  # so often are tokens told of which nobody looks before th
 # Of each turn between two steps, for what front ends have sent, while nobody runs and while somebody does: he must not
 # be held up by many requests, nor by long prompts.
 TAKE_SECONDS, BESIDE_SECONDS = 0.02, 0.003
+LEAST_SECONDS = 0.0005  # for many requests, whatever else has been sent
 MANY = 16  # requests in one message, beside which what is sent later need not wait for them
 # What a front end may call by name; nothing else is reachable from the socket.
 CALLABLE = frozenset(
@@ -178,7 +180,20 @@ class Peer:
             request.account = prefix + request.account
 
 
-_Item = tuple[Peer, wire.Abort | wire.Call | wire.Stop | msgspec.Raw]
+@dataclass(slots=True)
+class Item:
+    """Something that a front end has sent and that was not handled yet; a request is raw until then."""
+
+    peer: Peer
+    content: wire.Abort | wire.Call | wire.Stop | msgspec.Raw
+    _name: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Of a request; "" for anything else."""
+        if self._name is None:
+            self._name = wire.name_of(self.content) if isinstance(self.content, msgspec.Raw) else ""
+        return self._name
 
 
 class CoreServer:
@@ -196,9 +211,9 @@ class CoreServer:
         self._readable = select.poll()
         for number in self._peers:
             self._readable.register(number, select.POLLIN)
-        # What was not handled yet, in its order; requests are raw. Those of messages with many stand behind all others.
-        self._inbox: deque[_Item] = deque()
-        self._bulk: deque[_Item] = deque()
+        # What was not handled yet, in its order. Requests of messages with many stand behind all others.
+        self._inbox: deque[Item] = deque()
+        self._bulk: deque[Item] = deque()
         self._steps = 0  # since the last statistics
         self._heart = Heart()
         self._stopping = False
@@ -228,6 +243,7 @@ class CoreServer:
                 self._send_held(patiently=True)
             if core.has_work():
                 self._heart.beat(True)
+                core.more_to_come = bool(self._bulk)
                 self._report(core.step())
                 core.check_alive()
                 prepares = True
@@ -331,7 +347,7 @@ class CoreServer:
             for number, _ in ready:
                 self._read(self._peers[number])
             self._work_off(self._inbox, math.inf)
-            self._work_off(self._bulk, deadline)
+            self._work_off(self._bulk, max(deadline, time.monotonic() + LEAST_SECONDS))
             if time.monotonic() > deadline:
                 return
             ready = self._readable.poll(0)
@@ -353,46 +369,38 @@ class CoreServer:
             if isinstance(message, wire.Added):
                 self._core.add_requests([])
                 place = self._bulk if len(message.requests) > MANY else self._inbox
-                place.extend((peer, request) for request in message.requests)
-            elif isinstance(message, wire.Abort):
-                self._inbox.append((peer, message))
-                if self._bulk:
-                    self._drop(peer, message)
-            else:  # it may be about the requests before it
-                (self._bulk or self._inbox).append((peer, message))
+                place.extend(Item(peer, request) for request in message.requests)
+                continue
+            if isinstance(message, wire.Abort):  # such requests need not be read any more
+                unwanted = frozenset(message.request_ids)
+                self._bulk = deque(i for i in self._bulk if i.peer is not peer or i.name not in unwanted)
+            # a call may be about the requests before it
+            waits = isinstance(message, wire.Call) and any(item.peer is peer for item in self._bulk)
+            (self._bulk if waits else self._inbox).append(Item(peer, message))
 
-    def _drop(self, peer: Peer, message: wire.Abort) -> None:
-        """Forget requests that need not be read any more."""
-        unwanted = frozenset(message.request_ids)
-
-        def stays(item: _Item) -> bool:
-            return item[0] is not peer or not isinstance(item[1], msgspec.Raw) or wire.name_of(item[1]) not in unwanted
-
-        self._bulk = deque(filter(stays, self._bulk))
-
-    def _work_off(self, items: deque[_Item], deadline: float) -> None:
+    def _work_off(self, items: deque[Item], deadline: float) -> None:
         """Handle what was taken in, in its order, until then."""
         while items and not self._stopping:
-            peer, item = items.popleft()
-            if peer.gone:
+            item = items.popleft()
+            if item.peer.gone:
                 continue
-            if isinstance(item, msgspec.Raw):
-                self._add(peer, item)
+            if isinstance(item.content, msgspec.Raw):
+                self._add(item)
             else:
-                self._handle(peer, item)
+                self._handle(item.peer, item.content)
             if time.monotonic() > deadline:
                 return
 
-    def _add(self, peer: Peer, raw: msgspec.Raw) -> None:
+    def _add(self, item: Item) -> None:
         """Queue a request of a front end, which is told at once if it cannot be served."""
+        peer = item.peer
         try:
-            request = wire.decode_request(raw)
+            request = wire.decode_request(cast(msgspec.Raw, item.content))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            name = wire.name_of(raw)
-            if not name:
+            if not item.name:
                 self._give_up(peer, error)
                 return
-            end = CoreOutput(name, [], finish_reason="error", error=f"The request cannot be read: {error}")
+            end = CoreOutput(item.name, [], finish_reason="error", error=f"The request cannot be read: {error}")
             peer.send(wire.StepOutputs([end], self._stats(peer)))
             return
         peer.take(request)

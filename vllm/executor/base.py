@@ -14,7 +14,9 @@ CPU_SECONDS_PER_TOKEN = 0.01
 
 
 class Executor(Protocol):
-    """Runs plans in order. `num_blocks` includes the null block; at most `max_in_flight` plans may be uncollected."""
+    """Runs plans in order. `num_blocks` includes the null block; at most `max_in_flight` plans may be uncollected, of a
+    pipeline one more.
+    """
 
     kv_layout: KVLayout
     num_blocks: int

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-_RING = 8  # steps whose pinned buffers may be in use; more than are ever in flight
+_RING = 8  # steps whose pinned buffers may be in use; more than are ever in flight, but for long pipelines
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +147,10 @@ _MESSAGES = {-1: NOT_FINITE, IMPOSSIBLE: NO_TOKEN_POSSIBLE}
 class _Inputs:
     """What stands in the static inputs on the device, as far as the host can tell."""
 
-    def __init__(self, device: Tensor, context: RecordingContext) -> None:
-        """device: [4, largest size] int32: slots (-1 for padding), positions, turns, drafts."""
+    def __init__(self, device: Tensor, context: RecordingContext, ring: int) -> None:
+        """device: [4, largest size] int32: slots (-1 for padding), positions, turns, drafts.   ring: turns."""
         self._device = device
-        self._uploads = [context.pinned(*device.shape) for _ in range(_RING)]
+        self._uploads = [context.pinned(*device.shape) for _ in range(ring)]
         self._arrays = [t.numpy() for t in self._uploads]
         self._known: tuple[np.ndarray, np.ndarray, int] | None = None  # slots, positions, turn, where no row has drafts
         self._next: tuple[np.ndarray, np.ndarray, int] | None = None
@@ -161,7 +161,7 @@ class _Inputs:
         """Upload a step's inputs, unless they are there. positions: below 0 where only the device knows."""
         known, self._known = self._known, None  # whatever the step does to them, or whether it fails
         certain = drafts is None and int(positions.min()) >= 0
-        self._next = (slots.copy(), positions + 1, (turn + 1) % _RING) if certain else None
+        self._next = (slots.copy(), positions + 1, (turn + 1) % len(self._uploads)) if certain else None
         if (
             certain
             and known is not None
@@ -223,10 +223,10 @@ class _MaskInputs:
 class _DrawingInputs:
     """The rows' sampling parameters at fixed addresses on the device, uploaded when they have changed."""
 
-    def __init__(self, largest: int, context: RecordingContext) -> None:
-        """largest: rows, an even number."""
+    def __init__(self, largest: int, context: RecordingContext, ring: int) -> None:
+        """largest: rows, an even number.   ring: turns."""
         self._device = torch.zeros((6, largest), dtype=torch.int32, device=context.device)
-        self._uploads = [context.pinned(6, largest) for _ in range(_RING)]
+        self._uploads = [context.pinned(6, largest) for _ in range(ring)]
         self._there: np.ndarray = np.zeros((6, 0), np.int32)
 
     def rows(self, size: int) -> Drawing:
@@ -273,12 +273,13 @@ class DecodeGraphs(StaticSteps[_Key]):
         super().__init__(runner, context, sizes, max_seq_len, compiling)
         self._params = runner.sampler.params
         largest = buffer_width(self._sizes)
-        self._there = _Inputs(self._inputs, context)
-        self._drawing = _DrawingInputs(largest, context)
+        ring = max(_RING, runner.pipeline.world + 2)  # one more step is in flight than there are stages
+        self._there = _Inputs(self._inputs, context, ring)
+        self._drawing = _DrawingInputs(largest, context, ring)
         self._masks: _MaskInputs | None = None
         self._hidden: Tensor | None = None
-        self._ids = context.pinned(_RING, largest)
-        self._events = [context.event() for _ in range(_RING)]
+        self._ids = context.pinned(ring, largest)
+        self._events = [context.event() for _ in range(ring)]
         self._turn = 0
 
     def accepts(self, plan: StepPlan, kind: StepKind) -> bool:
@@ -323,7 +324,7 @@ class DecodeGraphs(StaticSteps[_Key]):
         longest = int(plan.num_computed.max()) + query
         self._require_width(longest + 1)
         drawn, turn = bool(kind.needs) and ending is not _HIDDEN, self._turn
-        self._turn = (turn + 1) % _RING
+        self._turn = (turn + 1) % len(self._events)
         positions = plan.num_computed if plan.exact is None else np.where(plan.exact, plan.num_computed, -1)
         self._there.require(plan.slots, positions, turn, size, plan.drafts if ending is _VERIFIED else None)
         if plan.exact is not None:
