@@ -57,7 +57,7 @@ def test_ray_datas_processor_with_ranks_of_ray_and_with_embeddings() -> None:
     program = f"""
 import ray
 from ray.data.llm import build_processor, vLLMEngineProcessorConfig
-ray.init(num_cpus=6, include_dashboard=False)
+ray.init("local", num_cpus=6, include_dashboard=False)
 
 def answers(task, rows, name, **engine):
     config = vLLMEngineProcessorConfig(
@@ -101,7 +101,7 @@ class Engine:
     async def stop(self):
         await self.engine.shutdown()
 
-ray.init(num_cpus=2, include_dashboard=False)
+ray.init("local", num_cpus=2, include_dashboard=False)
 group = ray.util.placement_group([{{"CPU": 1}}] * 2)
 ray.get(group.ready())
 strategy = PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=True)
