@@ -33,13 +33,14 @@ class Ahead:
         self.max_in_flight = depth
         self.waits: int | None = None
         self.completed = self.free = 0
-        self.fail_at = -1
+        self.last = self.fail_at = -1
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._executor, name)
 
     def submit(self, plan: StepPlan) -> None:
         assert self.waits is None, "a step was submitted behind one that waits for masks"
+        self.last = plan.step_id
         if plan.step_id == self.fail_at:
             self.fail_at = -1
             raise RuntimeError("a step fails")
@@ -83,9 +84,8 @@ def requests() -> list[CoreRequest]:
     ]
 
 
-def run(config: VllmConfig, executor: Ahead, abort: str | None = None) -> dict[str, tuple[list[int], str | None]]:
+def run(core: EngineCore, abort: str | None = None) -> dict[str, tuple[list[int], str | None]]:
     """Tokens and end of each request; one may be aborted on the way."""
-    core = EngineCore(config, executor)
     core.check_grammars([r.grammar for r in requests() if r.grammar is not None])
     assert not core.add_requests(requests())
     found: dict[str, list[int]] = {r.request_id: [] for r in requests()}
@@ -102,15 +102,17 @@ def run(config: VllmConfig, executor: Ahead, abort: str | None = None) -> dict[s
     report = core.idle_report()
     assert (report["requests"], report["in_flight"]) == (0, 0)
     assert report["blocks_free"] == report["blocks_total"]
-    core.shutdown()
     return {name: (tokens, ends.get(name)) for name, tokens in found.items()}
 
 
 def test_tokens_are_those_of_a_core_that_waits(config: VllmConfig) -> None:
     executor = create_executor(config)
-    want = run(config, Ahead(executor, 1))
+    waiting = EngineCore(config, Ahead(executor, 1))
+    want = run(waiting)
+    waiting.shutdown()
     ahead = Ahead(executor, 2)
-    assert run(config, ahead) == want
+    core = EngineCore(config, ahead)
+    assert run(core) == want
     assert ahead.completed > 5 and ahead.free > 5  # steps that waited, and rows in them that did not
     tokenizer = load_tokenizer(config.model_config.tokenizer_path, config.model_config.tokenizer_mode, False)
     texts = {name: tokenizer.decode([t for t in tokens if t != 1]) for name, (tokens, _) in want.items()}
@@ -121,11 +123,12 @@ def test_tokens_are_those_of_a_core_that_waits(config: VllmConfig) -> None:
         if want[name][1] == "stop":
             assert 2 <= len(json.loads(texts[name])) <= 5
     # one of them fails; everybody goes on alone, and nobody notices
-    ahead.fail_at = 6
-    assert run(config, ahead) == want
-    ahead.fail_at = -1
+    ahead.fail_at = ahead.last + 7
+    assert run(core) == want
+    assert ahead.fail_at == -1
     # and one leaves in the middle
-    left = run(config, ahead, abort="0")
+    left = run(core, abort="0")
     assert {n: t for n, t in left.items() if n != "0"} == {n: t for n, t in want.items() if n != "0"}
     assert left["0"][0] == want["0"][0][: len(left["0"][0])]
+    core.shutdown()
     executor.shutdown()

@@ -55,7 +55,7 @@ GRAPHS = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 
 def random_steps(run: DryRun, rng: random.Random) -> None:
     model, layout, caches = run._model()
-    for _ in range(60):
+    for _ in range(40):
         rows = rng.choice((1, 1, 2, 5, 33))
         new = np.array([rng.choice((1, 1, 3, 9, 16, 17, 100, 480, 1536, 2048)) for _ in range(rows)], np.int32)
         cached = np.array([rng.choice((0, 0, 16, 900, 5000)) for _ in range(rows)], np.int32)

@@ -223,10 +223,11 @@ def test_drafts_are_verified_in_the_graph(most: int) -> None:
     for name in [n for n in driver.slot if n not in names]:  # whose penalties want the sampler
         driver.remove(name)
         del driver.found[name]
-    while min(len(driver.found[n]) for n in names) < 14:
+    count = 6 + 3 * most
+    while min(len(driver.found[n]) for n in names) < count:
         driver.drafted_step()
     for name in names:
-        assert driver.found[name][:14] == truth[name][:14], name
+        assert driver.found[name][:count] == truth[name][:count], name
         assert int(driver.runner.table.device_lengths[driver.slot[name]]) == driver.total[name]
     assert 0 < driver.accepted < driver.drafted
     assert {key.ending for key in graphs.used} >= {"verified"} and context.replayed > 0
