@@ -577,6 +577,26 @@ def test_suspects_of_several_steps_may_be_more_than_there_are_slots() -> None:
     assert ended == {"a": "length", "b": "length", "c": "length"} and not scheduler.has_unfinished()
 
 
+def test_those_that_fail_only_together_end_and_nobody_else() -> None:
+    scheduler = Scheduler(SchedulerLimits(2, 64, 80), full_policy(), 100)
+    params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+    for name in "abcd":
+        scheduler.add(CoreRequest(name, [1, 2, 3], params, seed=0))
+    ended: dict[str, str | None] = {}
+    together = 0
+    while scheduler.has_unfinished():
+        plan = scheduler.schedule()
+        assert plan is not None
+        if {request.id for request in scheduler.planned} == {"a", "b"}:
+            together += 1
+            outputs = scheduler.isolate("a step failed")
+        else:
+            outputs = scheduler.apply(StepResult(plan.step_id, [7 if samples else -1 for samples in plan.sample]))
+        scheduler.check_invariants()
+        ended.update((out.request_id, out.finish_reason) for out in outputs if out.finish_reason)
+    assert together == 2 and ended == {"a": "error", "b": "error", "c": "length", "d": "length"}
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_paused_requests_are_left_out_while_others_can_go_on(depth: int) -> None:
     sim = Simulation(full_policy(), 400, limits(), depth)

@@ -117,6 +117,41 @@ def test_calls_wait_for_the_steps_in_flight(tmp_path: Path) -> None:
     executor.shutdown()
 
 
+def test_the_ranks_of_the_last_stage_begin_together(tmp_path: Path) -> None:
+    """What is left in flight makes none of them wait, and none is sent more than it reads."""
+    folder = save_llama(tmp_path, num_hidden_layers=2, intermediate_size=76, max_position_embeddings=4096)
+    llm = engine(
+        folder, tensor_parallel_size=2, pipeline_parallel_size=2, distributed_timeout_seconds=3, max_model_len=2100,
+        num_gpu_blocks_override=3000, max_num_seqs=128, max_num_batched_tokens=2100, enable_prefix_caching=True,
+    )  # fmt: skip
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, detokenize=False)
+    prefix = [3 + i % 90 for i in range(2040)]
+    core = llm.llm_engine
+    try:
+        core.add_request("left", {"prompt_token_ids": prefix}, params)
+        while not any(output.outputs[0].token_ids for output in core.step()):
+            pass
+        core.abort_request("left")
+        time.sleep(4)  # longer than a rank waits for another
+        prompts = [{"prompt_token_ids": [*prefix, 5 + i % 80, i]} for i in range(120)]  # a plan of a quarter of a MB
+        few = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, detokenize=False)
+        outputs = llm.generate(prompts, few, use_tqdm=False)
+        assert [len(output.outputs[0].token_ids) for output in outputs] == [2] * 120
+    finally:
+        core.model_executor.shutdown()
+
+
+def test_a_rank_that_reads_nothing_is_given_up(tmp_path: Path) -> None:
+    config = config_for(save_llama(tmp_path, num_hidden_layers=2), pipeline_parallel_size=2)
+    executor = create_executor(config)
+    assert isinstance(executor, MultiprocExecutor)
+    executor._unread_s = 0.5
+    os.kill(executor._ranks[0].pid, signal.SIGSTOP)
+    with pytest.raises(EngineDeadError, match=r"Rank 1 .* has read nothing for 0.5 s: it hangs"):
+        executor.collective_rpc("check_health", args=("x" * 5_000_000,))
+    executor.shutdown()
+
+
 def test_a_users_own_class_cannot_be_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_llama(tmp_path)
     monkeypatch.setattr(ModelRegistry, "_registered", {"LlamaForCausalLM": NewLlamaForCausalLM})

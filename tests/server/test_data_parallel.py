@@ -85,6 +85,28 @@ async def test_a_thousand_requests_while_copies_are_killed(model_folder: Path) -
     assert answered + failed == 1000 and 0 < failed <= 100
 
 
+async def test_what_has_not_begun_moves_when_a_rank_of_its_copy_is_killed(tmp_path: Path) -> None:
+    folder = save_llama(tmp_path, num_hidden_layers=2)
+    async with running(folder, data_parallel_size=2, pipeline_parallel_size=2, max_num_seqs=2) as engine:
+        fleet: Any = engine._core
+        tasks = {
+            f"r{i}": asyncio.ensure_future(final(engine, text, greedy(60), f"r{i}"))
+            for i, text in enumerate(prompts(40))
+        }
+        victim = fleet._replicas[0]
+        while not any(held.begun for held in victim.held.values()):
+            await asyncio.sleep(0)
+        (rank,) = (p for p in psutil.Process(victim.client.pid).children() if "worker_process" in " ".join(p.cmdline()))
+        rank.kill()
+        moves = [name for name, held in victim.held.items() if not held.begun]
+        outcomes = dict(zip(tasks, await asyncio.gather(*tasks.values(), return_exceptions=True), strict=True))
+        failed = [name for name, outcome in outcomes.items() if isinstance(outcome, BaseException)]
+        assert len(moves) > 5 and 0 < len(failed) < 20
+        late = set(failed) & set(moves)  # the rank works on for a moment: what begins in it has begun
+        assert len(late) <= 4, (late, [str(outcomes[name]) for name in late])
+        assert all("Rank" not in str(outcomes[name]) for name in failed)
+
+
 async def test_a_rank_that_hangs_ends_its_engine_and_is_not_left(tmp_path: Path, monkeypatch: Any) -> None:
     """It is alive, and the others wait for it: only the time that a step takes tells."""
     monkeypatch.setenv("VLLM_ENGINE_ITERATION_TIMEOUT_S", "2")

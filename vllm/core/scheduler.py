@@ -183,11 +183,11 @@ class Scheduler:
         """A step failed as a whole, and the device survived: find out which request it was.
 
         Everything in flight is forgotten and computed again; the requests concerned do so alone, as far as they had
-        come. One that then fails ends with the error, the others never notice. If they fail only together, all of them
-        end.
+        come. One that then fails ends with the error, and so do several that fail only together; the others never
+        notice.
         """
         involved = {r.id: r for _, built, _ in self._in_flight for r in built.requests if r.id in self.requests}
-        if not involved or (len(involved) > 1 and all(r.suspected for r in involved.values())):
+        if not involved:
             return self.fail_all(error)
         for _, built, _ in self._in_flight:
             for request, start, count in zip(built.requests, built.num_computed, built.num_tokens, strict=True):
@@ -195,7 +195,7 @@ class Scheduler:
         self._forget_plans()
         self._isolated = True
         outputs: list[CoreOutput] = []
-        if len(involved) == 1 and all(r.suspected for r in involved.values()):
+        if all(r.suspected for r in involved.values()):
             self._finish(list(involved.values()))
             outputs = [CoreOutput(id, [], finish_reason="error", error=error) for id in involved]
         for request in self.requests.values():

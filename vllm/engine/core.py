@@ -154,8 +154,12 @@ class EngineCore:
         return bool(self._left_over) or self.scheduler.has_unfinished()
 
     def has_work(self) -> bool:
-        """Whether `step` should be called: for a request of this core's, or of others' which need experts from here."""
-        return self.has_unfinished() or (self._together is not None and self._calls > self._followed)
+        """Whether `step` should be called: for a request of this core's, for a step that was left in flight when the
+        last one left, or for others' requests, which need experts from here.
+        """
+        if self._together is None:
+            return self.has_unfinished() or self._submitted > 0
+        return self.has_unfinished() or self._calls > self._followed
 
     def has_waiting(self) -> bool:
         """Whether a request waits for its first step, or for its next after a preemption."""
@@ -422,7 +426,7 @@ class EngineCore:
             "waiting": self.scheduler.num_waiting,
             "grammars": len(self._grammars),
             "running": len(self.scheduler.running),
-            "in_flight": self._submitted + self.scheduler.num_in_flight,
+            "in_flight": max(self._submitted, self.scheduler.num_in_flight),
             "blocks_free": self.scheduler.kv.pool.num_free,
             "blocks_total": self.num_blocks - 1,
         }

@@ -531,7 +531,7 @@ class CoreThread:
 
     def _serve(self, core: EngineCore) -> None:
         while True:
-            busy = core.has_unfinished()
+            busy = core.has_work()
             self._busy_since = time.monotonic() if busy else None
             with self._wake:
                 while not (self._inbox or busy or self._stopping):
@@ -541,12 +541,12 @@ class CoreThread:
                     return
             for item in work:
                 item(core)
-            if core.has_unfinished():
+            if core.has_work():
                 self._busy_since = time.monotonic()
                 outputs, stats = core.step(), core.stats()
+                core.check_alive()
                 if outputs or stats.prompt_tokens:
                     self._post(self._on_outputs, outputs, stats)
-                core.check_alive()
                 core.check_idle()
 
 

@@ -244,8 +244,9 @@ class CoreServer:
             if core.has_work():
                 self._heart.beat(True)
                 core.more_to_come = bool(self._bulk)
-                self._report(core.step())
-                core.check_alive()
+                outputs = core.step()
+                core.check_alive()  # who learns that it has ended knows which requests can go on elsewhere
+                self._report(outputs)
                 prepares = True
                 if not core.has_unfinished():
                     core.check_idle()

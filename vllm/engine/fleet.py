@@ -341,7 +341,7 @@ class Fleet:
         replica.tokens = 0
         replica.prefixes.clear()
         replica.base = replica.stats
-        text = f"The engine replica that worked on this request has ended: {reason}"
+        text = "The engine replica that worked on this request has ended."
         stats = msgspec.structs.replace(
             replica.stats, num_running=0, num_waiting=0, prompt_tokens=0, generation_tokens=0
         )

@@ -13,7 +13,7 @@ import subprocess
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -118,10 +118,19 @@ class _Others:
 
 @dataclass(slots=True)
 class _Step:
-    """A step in flight. handle: None as long as this process has not begun with its own part."""
+    """A step in flight. message: what ranks are told.   handle: None as long as the last stage has not begun."""
 
     plan: StepPlan
-    handle: Handle | None
+    message: bytes
+    handle: Handle | None = None
+
+
+def longest_step(config: VllmConfig) -> float:
+    """Seconds that a step may take."""
+    seconds = float(envs.VLLM_ENGINE_ITERATION_TIMEOUT_S)
+    if config.device_config.device == "cpu":
+        seconds += CPU_SECONDS_PER_TOKEN * config.scheduler_config.max_num_batched_tokens
+    return seconds
 
 
 def collective_timeout(config: VllmConfig) -> int:
@@ -132,8 +141,7 @@ def collective_timeout(config: VllmConfig) -> int:
         return config.parallel_config.distributed_timeout_seconds
     if config.device_config.device != "cpu":
         return _DEVICE_TIMEOUT_S
-    step = envs.VLLM_ENGINE_ITERATION_TIMEOUT_S + CPU_SECONDS_PER_TOKEN * config.scheduler_config.max_num_batched_tokens
-    return max(_LEAST_TIMEOUT_S, math.ceil(step))
+    return max(_LEAST_TIMEOUT_S, math.ceil(longest_step(config)))
 
 
 class MultiprocExecutor:
@@ -146,6 +154,7 @@ class MultiprocExecutor:
         self._worker: Worker | None = None
         self._calls = 0
         self._patience = envs.VLLM_ENGINE_ITERATION_TIMEOUT_S
+        self._unread_s: float | None = None
         self._others = _Others()
         # Also when this object is dropped without shutdown(), and at the end of the program.
         self._finalizer = weakref.finalize(self, self._others.end)
@@ -160,8 +169,12 @@ class MultiprocExecutor:
         # Ranks that share layers or experts record what they exchange, together, in the steps that they run.
         alone = config.parallel_config.tensor_parallel_size == 1 and not config.parallel_config.shares_experts
         self._prepares = alone and self._worker.context.is_async
-        # Where a step keeps the host busy until it is done, the last stage begins when its result is asked for.
+        # Where a step keeps the host busy until it is done, the last stage begins when its result is asked for, with
+        # all its ranks: one that began alone would wait for this one, and read nothing more until then.
         self._defers = self._known is not None and not self._worker.context.is_async
+        self._sharers = config.parallel_config.tensor_parallel_size - 1  # the other ranks of the last stage, the first
+        # A rank that works reads nothing: not before it has done what it was given.
+        self._unread_s = longest_step(config) * (2 + self.max_in_flight)
 
     def _start(self, config: VllmConfig) -> tuple[Worker, int]:
         parallel = config.parallel_config
@@ -215,9 +228,11 @@ class MultiprocExecutor:
         return message.value
 
     def _broadcast(self, message: codec.ToRank) -> None:
-        data = codec.frame(message)
-        for rank in self._ranks:
-            rank.send(data)
+        self._send(self._ranks, codec.frame(message))
+
+    def _send(self, ranks: Iterable[RankLink], data: bytes) -> None:
+        for rank in ranks:
+            rank.send(data, self._unread_s)
 
     @property
     def driver_worker(self) -> Worker:
@@ -237,14 +252,16 @@ class MultiprocExecutor:
 
     def submit(self, plan: StepPlan) -> None:
         """Start a step on every rank."""
-        worker = self.worker
+        self.worker  # noqa: B018 - raises if the executor is broken or shut down
         known, told = None, 0
         if self._known is not None:
             known, told = self._known.take(), self._known.planned(plan)
-        message = codec.step_message(plan, known, told)
+        step = _Step(plan, codec.frame(codec.step_message(plan, known, told)))
         try:
-            self._broadcast(message)
-            self._in_flight.append(_Step(plan, None if self._defers else worker.execute(plan)))
+            self._send(self._ranks[self._sharers :], step.message)
+            if not self._defers:
+                self._begun(step)
+            self._in_flight.append(step)
         except Exception as error:
             raise self._break(error) from error
 
@@ -281,7 +298,9 @@ class MultiprocExecutor:
         return result
 
     def _begun(self, step: _Step) -> Handle:
+        """The driver's part of a step, begun with all ranks of its stage."""
         if step.handle is None:
+            self._send(self._ranks[: self._sharers], step.message)
             step.handle = self.worker.execute(step.plan)
         return step.handle
 
@@ -335,13 +354,14 @@ class MultiprocExecutor:
         bound = callable_of(worker, method)
         sent, arguments, named = functions.portable(method), functions.portable(args), functions.portable(kwargs or {})
         deadline = None if timeout is None else time.monotonic() + timeout
+        self._calls += 1
+        call = codec.frame(codec.Call(self._calls, sent, list(arguments), dict(named)))
         try:
             for step in self._in_flight:  # for which the others wait before they answer
                 self._begun(step)
+            self._send(self._ranks, call)
         except Exception as broken:
             raise self._break(broken) from broken
-        self._calls += 1
-        self._broadcast(codec.Call(self._calls, sent, list(arguments), dict(named)))
         results: list[Any] = []
         error: Exception | None = None
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import time
@@ -47,10 +48,15 @@ class RankLink(ABC):
     def join(self) -> None:
         """Wait until it has ended; by force if it takes too long."""
 
-    def send(self, data: bytes) -> None:
-        """Write one frame. Raises EngineDeadError if the rank is gone."""
+    def send(self, data: bytes, seconds: float | None = None) -> None:
+        """Write one frame. Raises EngineDeadError if the rank is gone, or has taken in nothing for so many seconds."""
+        rest = memoryview(data)
         try:
-            self._connection.sendall(data)
+            while rest:
+                if not select.select([], [self._connection], [], seconds)[1]:
+                    raise EngineDeadError(f"{self.name} (pid {self.pid}) has read nothing for {seconds:g} s: it hangs.")
+                with contextlib.suppress(BlockingIOError):
+                    rest = rest[self._connection.send(rest, socket.MSG_DONTWAIT) :]
         except OSError as error:
             raise self.death() from error
 
