@@ -102,6 +102,7 @@ class Ends:
         self.far = [ours for ours, _ in pairs]
         self.near = [theirs for _, theirs in pairs]
         self.readers = [FrameReader() for _ in pairs]
+        self.running = [-1] * count  # requests, as each was told last
         self.server = CoreServer(self.near[0], self.core, self.near[1:])
 
     def said(self, i: int) -> list[CoreOutput]:
@@ -110,8 +111,10 @@ class Ends:
         self.far[i].setblocking(False)
         try:
             while bodies := read_frames(self.far[i], self.readers[i]):
-                messages = [wire.decode_from_core(body) for body in bodies]
-                found += [output for m in messages if isinstance(m, wire.StepOutputs) for output in m.outputs]
+                for message in map(wire.decode_from_core, bodies):
+                    if isinstance(message, wire.StepOutputs):
+                        found += message.outputs
+                        self.running[i] = message.stats.num_running
         except BlockingIOError:
             pass
         return found
@@ -141,6 +144,25 @@ def test_names_are_those_that_each_front_end_gave(ends: Ends) -> None:
     told = [ends.said(i) for i in range(3)]
     assert [sorted({o.request_id for o in outputs}) for outputs in told] == [["a", "b"], ["a", "b"], []]
     assert sum(len(o.new_token_ids) for o in told[0]) == sum(len(o.new_token_ids) for o in told[1]) == 12
+
+
+def test_all_are_told_of_what_others_have_ended_before_it_is_quiet(ends: Ends) -> None:
+    for i in (0, 1):
+        ends.far[i].sendall(wire.frame(wire.AddRequests([request("a", max_tokens=50)])))
+    ends.server._take_in(0.1)
+    for _ in range(3):
+        ends.server._report(ends.core.step())
+    for i in (0, 1):
+        ends.far[i].sendall(wire.frame(wire.Abort(["a"])))
+    ends.server._take_in(0.1)
+    for _ in range(2):
+        ends.server._tell_bystanders()
+        for i in range(3):
+            ends.said(i)
+        assert ends.running == [0, 0, 0]
+    ends.running = [-1] * 3
+    ends.server._tell_bystanders()
+    assert not any(ends.said(i) for i in range(3)) and ends.running == [-1] * 3, "there is nothing new"
 
 
 def test_many_requests_at_once_hold_up_nobody(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,6 @@ PREPARE_SECONDS = 0.005  # without a request, before the next piece of what late
 # A front end beside the first that takes nothing out of its socket for so long, while it is full, is given up.
 SEND_SECONDS = 1.0
 MOST_UNREAD = 1 << 20  # bytes in its socket, with which it is told nothing more
-NOTHING = (0, 0, 0)  # missed by a front end
 WHOLE_SECONDS = 0.05  # so often are tokens told of which nobody looks before the last one
 # Of each turn between two steps, for what front ends have sent, while nobody runs and while somebody does: he must not
 # be held up by many requests, nor by long prompts.
@@ -89,7 +88,7 @@ class Peer:
     held: outputs that were not sent yet, by request.   singly: requests that want each token by itself
     (`stream_interval`).   whole: requests of which nobody looks at a part.   told: when it was last told of outputs.
     missed: prompt tokens, generated tokens and steps since its last statistics, of which others
-    were told.   gone: nothing more can be sent.
+    were told.   stale: others were told something since then.   gone: nothing more can be sent.
     """
 
     def __init__(self, connection: socket.socket, prefix: str = "", patience: float | None = None) -> None:
@@ -100,8 +99,8 @@ class Peer:
         self.singly: set[str] = set()
         self.whole: set[str] = set()
         self.told = 0.0
-        self.missed = NOTHING
-        self.gone = False
+        self.missed = 0, 0, 0
+        self.stale = self.gone = False
         self._patience = patience
         self._unread = array("i", [0])
         self._lock = threading.Lock()
@@ -159,7 +158,7 @@ class Peer:
     def stats(self, stats: CoreStats) -> CoreStats:
         """These, with what it has missed."""
         prompt, generated, steps = self.missed
-        self.missed = NOTHING
+        self.missed, self.stale = (0, 0, 0), False
         stats.prompt_tokens += prompt
         stats.generation_tokens += generated
         stats.steps = max(1, stats.steps + steps)
@@ -168,6 +167,7 @@ class Peer:
     def miss(self, stats: CoreStats) -> None:
         """Somebody else is told of this."""
         prompt, generated, steps = self.missed
+        self.stale = True
         self.missed = (prompt + stats.prompt_tokens, generated + stats.generation_tokens, steps + stats.steps)
 
     def name_in_core(self, request: CoreRequest) -> None:
@@ -299,9 +299,12 @@ class CoreServer:
 
     def _tell_bystanders(self) -> None:
         """Tell front ends without requests of what has been done for others, before all is quiet."""
-        for peer in list(self._peers.values()):
-            if peer.missed != NOTHING and peer.has_room():
+        reachable = [peer for peer in self._peers.values() if not peer.stale or peer.has_room()]
+        for peer in reachable:
+            if peer.stale:
                 peer.send(wire.StepOutputs([], self._stats(peer)))
+        for peer in reachable:  # nothing has changed meanwhile
+            peer.stale = any(peer.missed)
 
     def _send_held_to(self, peer: Peer, stats: CoreStats | None = None) -> None:
         """Send the outputs that were held back; without any, the news that a part of a prompt was computed."""
