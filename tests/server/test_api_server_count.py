@@ -239,7 +239,7 @@ def test_what_waits_at_one_front_end_counts_at_all() -> None:
     first, second = admissions(2)
     first.enter([asked(f"r{i}", 10) for i in range(4)])  # type: ignore[misc]
     second.check(1, 60)
-    with pytest.raises(QueueOverflowError, match="4 sequences wait, at most 5 may"):
+    with pytest.raises(QueueOverflowError, match="4 sequences wait, this request has 2, and at most 5 may"):
         second.check(2)
     with pytest.raises(QueueOverflowError, match="have 40 prompt tokens"):
         second.check(1, 61)

@@ -383,6 +383,9 @@ def test_the_log_cannot_be_forged(flagged: Server) -> None:
     flagged.post(COMPLETIONS, json.dumps({"prompt": "x" * 100, "max_tokens": 1, "user": "y" * 3000}).encode())
     flagged.post(COMPLETIONS, {"prompt": list(range(20, 60)), "max_tokens": 1})
     flagged.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1, "guided_choice": ["q" * 6000]})
+    before = flagged.log.count("Received request")
+    flagged.post(COMPLETIONS, {"prompt": ["ab"] * 30, "max_tokens": 1})
+    assert flagged.log.count("Received request") == before + 1 and " 30 prompts, " in flagged.log
     assert "Received request cmpl-" in flagged.log
     assert "q" * 3000 in flagged.log and "q" * 4097 not in flagged.log
     assert f"prompt ids: {list(range(20, 32))}, 40 prompt tokens" in flagged.log  # --max-log-len 12

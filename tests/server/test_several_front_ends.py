@@ -165,8 +165,11 @@ def test_all_are_told_of_what_others_have_ended_before_it_is_quiet(ends: Ends) -
     assert not any(ends.said(i) for i in range(3)) and ends.running == [-1] * 3, "there is nothing new"
 
 
-def test_many_requests_at_once_hold_up_nobody(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are taken in between the steps of others, some at a time, behind what comes later."""
+@pytest.mark.parametrize("apart", [False, True])
+def test_many_requests_at_once_hold_up_nobody(ends: Ends, apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are taken in between the steps of others, some at a time, behind what comes later; also prompts of one call,
+    of which each has a message of its own.
+    """
     server, core, far = ends.server, ends.core, ends.far
     far[1].sendall(wire.frame(wire.AddRequests([request("mine", max_tokens=50)])))
     server._take_in(0.1)
@@ -176,7 +179,8 @@ def test_many_requests_at_once_hold_up_nobody(ends: Ends, monkeypatch: pytest.Mo
     many[10].seed = "none"  # type: ignore[assignment]
     unwanted = [str(i) for i in range(20) if i not in (1, 10, 19)]
     call = wire.Call(1, "list_loras")
-    far[2].sendall(b"".join(map(wire.frame, (wire.AddRequests(many), wire.AddRequests([request("new")]), call))))
+    all_of_them = [wire.AddRequests([r], True) for r in many] if apart else [wire.AddRequests(many)]
+    far[2].sendall(b"".join(map(wire.frame, (*all_of_them, wire.AddRequests([request("new")]), call))))
     far[0].sendall(wire.frame(wire.AddRequests([request("late")])))
     server._take_in(0.0)
     if "2/0" not in core.request_ids():  # only one front end's message may have been read

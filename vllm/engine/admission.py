@@ -98,8 +98,8 @@ class Admission:
             sequences = 1
         if waiting + sequences > self.max_sequences:
             raise QueueOverflowError(
-                f"The waiting queue is full: {waiting} sequences wait, at most {self.max_sequences} may. "
-                "Try again later."
+                f"The waiting queue is full: {waiting} sequences wait, this request has {sequences}, and at most "
+                f"{self.max_sequences} may wait together. Try again later."
             )
         if queued + tokens > self.max_tokens:
             raise MaxQueuedTokensError(

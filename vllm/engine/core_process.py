@@ -372,7 +372,7 @@ class CoreServer:
         for message in messages:
             if isinstance(message, wire.Added):
                 self._core.add_requests([])
-                place = self._bulk if len(message.requests) > MANY else self._inbox
+                place = self._bulk if message.beside or len(message.requests) > MANY else self._inbox
                 place.extend(Item(peer, request) for request in message.requests)
                 continue
             if isinstance(message, wire.Abort):  # such requests need not be read any more

@@ -11,15 +11,17 @@ from vllm.step.messages import CoreOutput, CoreRequest, CoreStats
 
 
 class AddRequests(msgspec.Struct, tag="add", gc=False):
-    """Queue these requests."""
+    """Queue these requests. beside: they are some of many prompts of one call, for which nobody else shall wait."""
 
     requests: list[CoreRequest]
+    beside: bool = False
 
 
 class Added(msgspec.Struct, tag="add", gc=False):
     """`AddRequests` as the core reads it: each request by itself, with `decode_request`, when its turn comes."""
 
     requests: list[msgspec.Raw]
+    beside: bool = False
 
 
 class Abort(msgspec.Struct, tag="abort", gc=False):

@@ -152,7 +152,7 @@ async def prepare(context: ServerContext, request: ChatCompletionRequest, reques
     item: dict[str, Any] = {"prompt": prompt, "prompt_token_ids": ids}
     if request.cache_salt is not None:
         item["cache_salt"] = request.cache_salt
-    context.log_request(name, prompt, ids, params)
+    context.log_request(name, prompt, [ids], params)
     as_ids = request.return_tokens_as_token_ids
     timeout, adapter = context.request_timeout, context.adapter(request.model)
     own = context.engine.input_processor.tokenizer_of(adapter)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.entrypoints.openai.answers import INLINE_ENTRIES, count_entries, encode_at_once, is_small, listed
-from vllm.entrypoints.openai.context import Prompt, ServerContext, merge, new_id
+from vllm.entrypoints.openai.context import Prompt, ServerContext, Turns, merge, new_id
 from vllm.entrypoints.openai.errors import APIError, bad_request
 from vllm.entrypoints.openai.events import DONE, AnswerEvents, failed, prompt_length
 from vllm.entrypoints.openai.logprobs import TokenText, completion_logprobs, prompt_logprobs
@@ -66,6 +66,9 @@ async def prepare(context: ServerContext, request: CompletionRequest, request_id
     work = []
     lengths = [_max_tokens(context, request, len(ids)) for ids in tokens]
     common = await context.in_lane(32 * entries_of(request), _params, context, request, max(lengths))
+    shown_name = name if len(prompts) > 1 else f"{name}-0"
+    context.log_request(shown_name, prompts[0] if isinstance(prompts[0], str) else None, tokens, common)
+    turns = Turns()
     for i, (prompt, ids, max_tokens) in enumerate(zip(prompts, tokens, lengths, strict=True)):
         params = common if len(prompts) == 1 else common.with_max_tokens(max_tokens)
         item: dict[str, Any] = {"prompt_token_ids": ids}
@@ -73,7 +76,7 @@ async def prepare(context: ServerContext, request: CompletionRequest, request_id
             item["prompt"] = prompt
         if request.cache_salt is not None:
             item["cache_salt"] = request.cache_salt
-        context.log_request(f"{name}-{i}", item.get("prompt"), ids, params)
+        await turns.begun()
         work.append(
             Prompt(
                 context.engine,

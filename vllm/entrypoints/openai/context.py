@@ -176,8 +176,8 @@ class ServerContext:
                 field,
             ) from None
 
-    def log_request(self, request_id: str, text: str | None, token_ids: Sequence[int], params: object) -> None:
-        """One line about a request, with the beginning of its prompt if --max-log-len allows.
+    def log_request(self, request_id: str, text: str | None, prompts: Sequence[Sequence[int]], params: object) -> None:
+        """One line about a request, with the beginning of its first prompt, `text` or ids, if --max-log-len allows.
 
         Representations escape line ends and terminal codes, so no line can be forged.
         """
@@ -186,11 +186,14 @@ class ServerContext:
         shown = ""
         if self.max_log_len is not None:
             length = self.max_log_len
-            shown = f" prompt: {text[:length]!r}," if text is not None else f" prompt ids: {list(token_ids[:length])},"
+            shown = f" prompt: {text[:length]!r}," if text is not None else f" prompt ids: {list(prompts[0][:length])},"
+        if len(prompts) > 1:
+            shown += f" {len(prompts)} prompts,"
         said = str(params)
         if len(said) > MAX_LOGGED_PARAMS:  # a schema can have megabytes
             said = f"{said[:MAX_LOGGED_PARAMS]}... ({len(said)} characters)"
-        logger.info("Received request %s:%s %d prompt tokens, params: %s", request_id, shown, len(token_ids), said)
+        tokens = sum(map(len, prompts))
+        logger.info("Received request %s:%s %d prompt tokens, params: %s", request_id, shown, tokens, said)
 
     def log_unknown_fields(self, names: Iterable[str]) -> None:
         """Say once per name that a field of a request has no effect; of at most MAX_LOGGED_FIELDS names."""
@@ -306,9 +309,12 @@ def as_api_error(error: BaseException) -> APIError:
 
 
 class Turns:
-    """How a request begins its many prompts: a few at a time, then others have their turn. After the first ones it also
-    rests as long as it has worked: the core has enough to do, and needs the processor for others, too.
+    """How a request prepares or begins its many prompts: a few at a time, then others have their turn. After the first
+    ones it also rests as long as it has worked, one such request after the other: the core has enough to do, and needs
+    the processor for others, too.
     """
+
+    _rested = 0.0  # when all that have worked in this process will have rested
 
     def __init__(self) -> None:
         self._count, self._since = 0, time.perf_counter()
@@ -318,8 +324,15 @@ class Turns:
         self._count += 1
         if self._count % BEGUN_PER_TURN:
             return
-        worked = min(time.perf_counter() - self._since, LONGEST_REST_SECONDS)
-        await asyncio.sleep(worked if self._count > BEGUN_AT_ONCE else 0)
+        now = time.perf_counter()
+        rest = 0.0
+        if self._count > BEGUN_AT_ONCE:
+            # two parts: the rest of this turn, and the time of the next one, which nobody else shall work in
+            worked = min(now - self._since, LONGEST_REST_SECONDS)
+            Turns._rested = max(now, Turns._rested) + worked
+            rest = Turns._rested - now
+            Turns._rested += worked
+        await asyncio.sleep(rest)
         self._since = time.perf_counter()
 
 

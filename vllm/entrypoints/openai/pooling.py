@@ -13,7 +13,7 @@ import numpy as np
 from vllm.engine.texts import TooManyTokensError
 from vllm.entrypoints.openai import chat
 from vllm.entrypoints.openai.completions import usage_of
-from vllm.entrypoints.openai.context import Prompt, ServerContext, merge, new_id, no_tokenizer
+from vllm.entrypoints.openai.context import Prompt, ServerContext, Turns, merge, new_id, no_tokenizer
 from vllm.entrypoints.openai.errors import bad_request
 from vllm.entrypoints.openai.protocol import (
     ClassifyRequest,
@@ -114,9 +114,11 @@ async def _begin(
             )
     context.engine.check_admission(len(items), sum(len(item["prompt_token_ids"]) for item in items), short=True)
     shown, name = new_id(prefix, request.request_id or header_id)
-    prompts = []
+    ids = [item["prompt_token_ids"] for item in items]
+    context.log_request(name if len(items) > 1 else f"{name}-0", items[0].get("prompt"), ids, params)
+    prompts, turns = [], Turns()
     for i, item in enumerate(items):
-        context.log_request(f"{name}-{i}", item.get("prompt"), item["prompt_token_ids"], params)
+        await turns.begun()
         prompts.append(
             Prompt(
                 context.engine,
