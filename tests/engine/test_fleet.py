@@ -251,6 +251,43 @@ async def test_the_fleet_is_dead_when_nothing_can_be_started(monkeypatch: pytest
         bench.fleet.add([request("b")])
 
 
+async def test_a_copy_is_tried_again_ever_more_rarely_while_another_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        await turn(0)
+
+    turn = asyncio.sleep
+    bench = await Bench(2, fails=frozenset(range(2, 14))).attach()
+    monkeypatch.setattr(fleet_module.asyncio, "sleep", sleep)
+    bench.made[0].die("gone")
+    while len(bench.made) < 15 or not hasattr(bench.made[14], "outputs"):
+        await turn(0.001)
+    assert pauses == [0.5, 1, 2, 4, 8, 16, 32, 60, 60, 60, 60, 60] and not bench.deaths
+    bench.fleet.add([request(str(i), [i] * 8) for i in range(4)])
+    assert len(bench.made[14].added) == 2
+
+
+async def test_a_copy_that_has_ended_reports_itself_and_an_empty_cache_until_it_is_back() -> None:
+    bench = await Bench().attach()
+    assert [(s.engine, s.alive) for s in bench.stats] == [(0, True), (1, True)]
+    bench.made[1].outputs([], CoreStats(num_running=2, kv_blocks_total=10, kv_blocks_free=3, running_adapters=[1]))
+    bench.made[1].die("gone")
+    last = bench.stats[-1]
+    assert (last.engine, last.alive, last.num_running, last.kv_blocks_free, last.running_adapters) == (
+        1,
+        False,
+        0,
+        10,
+        [],
+    )
+    await settle(bench, 3)
+    await asyncio.sleep(0)
+    last = bench.stats[-1]
+    assert (last.engine, last.alive, last.kv_blocks_free) == (1, True, 10)
+
+
 def test_a_start_that_fails_leaves_no_core() -> None:
     bench = Bench.__new__(Bench)
     made: list[Client] = []

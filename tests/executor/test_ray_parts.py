@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import select
 import socket
+import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from vllm.config import ParallelConfig
 from vllm.exceptions import EngineDeadError
-from vllm.executor import executor_class, ray_nodes
+from vllm.executor import executor_class, ray_nodes, ray_utils
 from vllm.executor.base import Executor
 from vllm.executor.ray_actor import versions
 from vllm.executor.ray_executor import View, views_of
@@ -183,3 +185,74 @@ def test_a_node_without_the_model_is_named() -> None:
     with pytest.raises(ValueError, match=r"folder /models/m is not on 10\.0\.0\.2\. All nodes need the model"):
         check_model(nodes, "/models/m")
     check_model(nodes[:1], "/models/m")
+
+
+class Ray:
+    """Of the module as much as connecting takes."""
+
+    def __init__(self) -> None:
+        self.asked: list[str | None] = []
+
+    def is_initialized(self) -> bool:
+        return False
+
+    def init(self, address: str | None = None, **options: object) -> None:
+        self.asked.append(address)
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
+    made = Ray()
+    monkeypatch.setitem(sys.modules, "ray", made)
+    monkeypatch.setattr(ray_utils, "_REACH_S", 0.2)
+    return made
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", None], ids=["http", "end", "silence"])
+def test_what_answers_where_ray_is_said_to_be_must_be_ray(
+    ray: Ray, answer: bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_listener() as listener, ThreadPoolExecutor(1) as pool:
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{listener.getsockname()[1]}")
+        over = threading.Event()
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(100)
+                if answer is None:
+                    over.wait()
+                else:
+                    connection.sendall(answer)
+
+        pool.submit(serve)
+        try:
+            with pytest.raises(ValueError, match=r"There is no Ray cluster at RAY_ADDRESS=127\.0\.0\.1:\d+: .*Without"):
+                ray_utils.connect()
+        finally:
+            over.set()
+    assert not ray.asked
+
+
+def test_an_address_of_ray_must_be_one_that_somebody_listens_at(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_listener() as listener:
+        free = f"127.0.0.1:{listener.getsockname()[1]}"
+    for address in (free, "head", "head:x", ":6379", "127.0.0.1:99999", f"ray://{free}"):
+        with pytest.raises(ValueError, match=f"no Ray cluster at ray_address={address}: "):
+            ray_utils.connect(address)
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    assert not ray.asked and ray_utils.connect() and ray.asked == ["auto"]
+
+
+def test_ray_is_asked_where_it_answers(ray: Ray) -> None:
+    with open_listener() as listener, ThreadPoolExecutor(1) as pool:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))
+                connection.recv(100)
+
+        pool.submit(serve)
+        assert ray_utils.connect(address) and ray.asked == [address]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 
 from vllm.ipc.helper import Questions
@@ -19,6 +20,9 @@ def main() -> None:
                 os._exit(int(status))
             case [b"variable", name]:
                 questions.answer(os.environ.get(name.decode(), "").encode())
+                continue
+            case [b"path"]:
+                questions.answer("\n".join(sys.path).encode())
                 continue
         questions.answer(question)
 

@@ -285,7 +285,7 @@ async def test_core_that_cannot_start_says_why(model_folder, tmp_path):
 
 def test_a_core_that_lacks_ray_says_so_in_one_line(model_folder, tmp_path, monkeypatch, capfd):
     (tmp_path / "ray.py").write_text("raise ImportError('not installed')")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(RuntimeError, match=r"failed to start: .*needs Ray on every node: pip install 'vllm\[ray\]'"):
         make(model_folder, distributed_executor_backend="ray")
     assert "Traceback" not in "".join(capfd.readouterr())

@@ -32,9 +32,10 @@ PREFIX_UNIT = 64
 TOKENS_PER_SEQUENCE = 64
 # A request that was on this many copies when they died is likely to be the reason.
 MOST_MOVES = 2
-# A copy that dies so often without answering anything in between is not started again.
+# When no copy is left, and each has failed more often than this without answering anything in between, all is over.
 MOST_FAILURES = 3
-RESTART_SECONDS = 0.5  # before the second attempt in a row; doubled for each further one
+RESTART_SECONDS = 0.5  # before the second attempt in a row; doubled for each further one, up to:
+MOST_RESTART_SECONDS = 60.0
 
 
 @dataclass(slots=True)
@@ -119,7 +120,8 @@ class Fleet:
 
     A request goes where the least has to be computed before it, cached prefixes counted; its siblings follow it. When a
     copy dies, requests of which nobody has seen any output move to another one, the others end with an error, and the
-    copy is started again. The fleet is dead when no copy is left and none can be started.
+    copy is started again, however often that fails while others live. The fleet is dead when no copy is left and none
+    can be started.
     """
 
     def __init__(self, make: Callable[[int], AsyncCoreClient], size: int, caches_prefixes: bool = True) -> None:
@@ -156,6 +158,8 @@ class Fleet:
         self._on_outputs, self._on_death = on_outputs, on_death
         for replica in self._replicas:
             await self._listen(replica)
+            replica.stats = CoreStats(engine=replica.index)
+            self._on_outputs([], replica.stats)
 
     async def _listen(self, replica: _Replica) -> None:
         client = replica.client
@@ -343,7 +347,15 @@ class Fleet:
         replica.base = replica.stats
         text = "The engine replica that worked on this request has ended."
         stats = msgspec.structs.replace(
-            replica.stats, num_running=0, num_waiting=0, prompt_tokens=0, generation_tokens=0
+            replica.stats,
+            alive=False,
+            num_running=0,
+            num_waiting=0,
+            kv_blocks_free=replica.stats.kv_blocks_total,
+            prompt_tokens=0,
+            generation_tokens=0,
+            running_adapters=[],
+            waiting_adapters=[],
         )
         replica.stats = stats
         self._orphans.update(moving)  # of which those are taken out whose siblings have failed
@@ -352,10 +364,12 @@ class Fleet:
     async def _restart(self, lost: list[_Replica], reason: str) -> None:
         """Start copies again that have ended together, and give them what waits for one."""
         names = ", ".join(str(replica.index) for replica in lost)
-        while max(replica.failures for replica in lost) <= MOST_FAILURES:
+        while any(replica.alive or replica.failures <= MOST_FAILURES for replica in self._replicas):
             failures = max(replica.failures for replica in lost)
             if failures > 1:
-                await asyncio.sleep(RESTART_SECONDS * 2 ** (failures - 2))
+                seconds = min(MOST_RESTART_SECONDS, RESTART_SECONDS * 2 ** min(failures - 2, 30))
+                logger.info("Replica %s is started again in %.1f s.", names, seconds)
+                await asyncio.sleep(seconds)
             clients, started = self._new_clients(replica.index for replica in lost), time.monotonic()
             launch = asyncio.get_running_loop().run_in_executor(None, _launch, clients)
             try:
@@ -376,11 +390,14 @@ class Fleet:
                 await self._listen(replica)
             for replica in lost:  # at once: those that belong together must hear of the same requests
                 replica.alive = True
+                replica.stats = msgspec.structs.replace(replica.stats, alive=True)
+                self._on_outputs([], replica.stats)
             logger.info("Replica %s is back after %.1f s.", names, time.monotonic() - started)
             self._send_orphans()
             return
-        logger.error("Replica %s is given up after %d failures in a row.", names, MOST_FAILURES)
-        if not any(r.alive for r in self._replicas) and len(self._restarts) <= 1 and not self._stopping:
+        if self._death is None and not self._stopping:
+            for task in self._restarts - {asyncio.current_task()}:
+                task.cancel()
             self._death = f"All {self._size} replicas have ended, the last one because: {reason}"
             self._on_death(self._death)
 

@@ -87,7 +87,9 @@ class RankActor:
         keep_alive(connection)
         connection.sendall(secret + self._rank.to_bytes(4, "little"))
         sys.stdout.flush()
-        self._process = run_child(self.module, connection, leads_session=self.leads_session)
+        # not the actor's own path, at whose head Ray has put the engine's current folder
+        path = os.environ.get("PYTHONPATH")
+        self._process = run_child(self.module, connection, leads_session=self.leads_session, path=path)
         return self._process.pid
 
     def status(self, seconds: float) -> int | None:

@@ -9,17 +9,15 @@ import hmac
 import os
 import selectors
 import socket
-import sys
 import time
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import Any, cast
 
-import vllm
 from vllm import envs
 from vllm.exceptions import EngineDeadError
 from vllm.executor.rank_link import DEATH_NOTICE_S
 from vllm.executor.ray_actor import keep_alive, versions
+from vllm.ipc.child import module_path
 from vllm.ipc.listeners import LOOPBACK, open_listener
 
 SECRET_BYTES = 32
@@ -35,8 +33,7 @@ KEPT = ("VLLM_API_KEY", "VLLM_HOST_IP", "VLLM_PORT")
 def carried_environment() -> dict[str, str]:
     """The variables that ranks on other nodes inherit."""
     found = {k: v for k, v in os.environ.items() if k.startswith(CARRIED) and k not in KEPT}
-    path = dict.fromkeys([str(Path(vllm.__file__).resolve().parent.parent), *filter(None, sys.path)])
-    return {**found, "PYTHONPATH": os.pathsep.join(path)}
+    return {**found, "PYTHONPATH": module_path()}
 
 
 def status_of(ray: Any, actor: Any) -> int | None:

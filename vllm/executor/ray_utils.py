@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,9 @@ logger = init_logger(__name__)
 
 _WAIT_S = 300  # for devices that the cluster has, but others use
 _SAY_S = 10
+_REACH_S = 5.0  # for a cluster to answer at all; Ray itself tries for minutes, and says nothing
+# How every connection of gRPC begins (RFC 9113, 3.4); the other end's first frame is of the same type.
+_HELLO, _SETTINGS = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)), 4
 _GROUP = "_VLLM_RAY_PLACEMENT_GROUP"  # of the process that has started this one, in hexadecimal digits
 
 
@@ -33,11 +37,13 @@ def import_ray() -> Any:
 
 def connect(address: str | None = None) -> bool:
     """Connect to the cluster at `address`, to the one that this host belongs to, or to a new one on this host. Whether
-    this call has connected; False if the process was connected already.
+    this call has connected; False if the process was connected already. Raises ValueError if no cluster answers at an
+    address that was named.
     """
     ray = import_ray()
     if ray.is_initialized():
         return False
+    _check_reachable("RAY_ADDRESS" if address is None else "ray_address", address or os.environ.get("RAY_ADDRESS", ""))
     options = {"log_to_driver": True, "logging_level": "warning", "include_dashboard": False}
     if address is not None:
         options.pop("include_dashboard")
@@ -50,6 +56,29 @@ def connect(address: str | None = None) -> bool:
         logger.info("There is no Ray cluster on this host: starting one for this engine.")
         ray.init(**options)
     return True
+
+
+def _check_reachable(name: str, address: str) -> None:
+    """Raise ValueError unless something that may be a Ray cluster answers at `address`, which `name` has given."""
+    place = address.removeprefix("ray://")
+    if place in ("", "auto", "local") or "://" in place:
+        return
+    host, _, port = place.rpartition(":")
+    try:
+        if not host or not port.isdecimal():
+            raise ValueError("that is no HOST:PORT")
+        with socket.create_connection((host.strip("[]"), int(port)), _REACH_S) as connection:
+            if os.environ.get("RAY_USE_TLS", "0") != "0":
+                return
+            connection.sendall(_HELLO)
+            if connection.recv(9)[3:4] != bytes((_SETTINGS,)):
+                raise ValueError("what answers there is not Ray (8265, say, is the port of its dashboard, not of Ray)")
+    except (OSError, OverflowError, ValueError) as error:
+        raise ValueError(
+            f"There is no Ray cluster at {name}={address}: {error}. It is to be the address that `ray start --head` has "
+            "printed on the first host (its port is 6379 by default), which must be reachable from here. Without "
+            f"{name} the cluster that this host belongs to is used, or a new one is started."
+        ) from error
 
 
 def handed_on() -> dict[str, str]:

@@ -19,6 +19,10 @@ from typing import BinaryIO
 import vllm
 
 _PR_SET_PDEATHSIG = 1
+# How Python runs a module without putting the current folder in front of where modules are found.
+_RUN_BEFORE_3_11 = ("-c", "import sys; sys.path.remove(''); import runpy; del sys.argv[0]; "
+                          "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)")  # fmt: skip
+_RUN = ("-P", "-m") if sys.version_info >= (3, 11) else _RUN_BEFORE_3_11
 
 
 def wide_pair(buffer_bytes: int | None = None) -> tuple[socket.socket, socket.socket]:
@@ -28,6 +32,15 @@ def wide_pair(buffer_bytes: int | None = None) -> tuple[socket.socket, socket.so
         for end in pair:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
     return pair
+
+
+def module_path() -> str:
+    """PYTHONPATH of a process that is to find the same modules as this one, in the same order: this package, and the
+    user's own models. The current folder is among it only where it is here.
+    """
+    path = list(map(os.path.abspath, sys.path))
+    package = str(Path(vllm.__file__).absolute().parent.parent)
+    return os.pathsep.join(dict.fromkeys(path if package in path else [package, *path]))
 
 
 def start_child(
@@ -62,11 +75,13 @@ def run_child(
     leads_session: bool = False,
     environment: Mapping[str, str] | None = None,
     further: Sequence[socket.socket | BinaryIO] = (),
+    path: str | None = None,
 ) -> subprocess.Popen[bytes]:
-    """As `start_child`, with a socket that is there already; it is the child's from here on."""
-    # The same modules as here, in the same order: the package itself, and the user's own models.
-    path = dict.fromkeys([str(Path(vllm.__file__).resolve().parent.parent), *filter(None, sys.path)])
-    variables = {**(os.environ if environment is None else environment), "PYTHONPATH": os.pathsep.join(path)}
+    """As `start_child`, with a socket that is there already; it is the child's from here on.
+
+    path: its PYTHONPATH; None for `module_path`.
+    """
+    variables = {**(os.environ if environment is None else environment), "PYTHONPATH": path or module_path()}
     started: queue.SimpleQueue[subprocess.Popen[bytes] | BaseException] = queue.SimpleQueue()
 
     def keep() -> None:
@@ -77,7 +92,7 @@ def run_child(
                     ends.callback(end.close)
                 first, *others = [end.fileno() for end in every]
                 process = subprocess.Popen(
-                    [sys.executable, "-m", module, str(first), str(os.getpid()), *map(str, others)],
+                    [sys.executable, *_RUN, module, str(first), str(os.getpid()), *map(str, others)],
                     pass_fds=[first, *others],
                     env=variables,
                     stdin=subprocess.DEVNULL,

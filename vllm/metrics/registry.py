@@ -290,6 +290,7 @@ class EngineMetrics:
         return list(self._gauges(counts.stats, index == 0)), list(self._counters(counts))
 
     def _gauges(self, stats: CoreStats, first: bool) -> Iterable[tuple[str, str, float]]:
+        yield "vllm:engine_alive", "1 while this copy of the engine serves, 0 until it is started again.", stats.alive
         yield "vllm:num_requests_running", "Number of requests in model execution batches.", stats.num_running
         yield "vllm:num_requests_waiting", "Number of requests waiting to be processed.", stats.num_waiting
         yield "vllm:num_requests_swapped", "Number of requests swapped to CPU.", 0

@@ -146,3 +146,4 @@ class CoreStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     engine: int = 0  # which of several cores
     running_adapters: list[int] = []  # LoRA adapters of running requests
     waiting_adapters: list[int] = []  # LoRA adapters of requests that do not run, some of which may be running, too
+    alive: bool = True  # False for one of several cores from its end until it is back
