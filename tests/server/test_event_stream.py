@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from vllm.engine.request_stream import RequestStream, Wakeups
+from vllm.engine.request_stream import MAX_APART, Apart, RequestStream, Wakeups
 from vllm.entrypoints.openai.connection import Outbox, connection_class
 from vllm.entrypoints.openai.errors import APIError
 from vllm.entrypoints.openai.events import AnswerEvents, failed
-from vllm.entrypoints.openai.sse import Events, EventStream
+from vllm.entrypoints.openai.sse import BYTES_PER_TURN, Events, EventStream
 from vllm.exceptions import EngineGenerateError
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
@@ -36,9 +37,9 @@ class Lines(Events):
 class FakePrompt:
     """What the engine would open: a stream that the test fills."""
 
-    def __init__(self, wakeups: Wakeups) -> None:
+    def __init__(self, wakeups: Wakeups, apart: Apart | None = None) -> None:
         self.closed = 0
-        self.stream = RequestStream("r", RequestOutputKind.DELTA, wakeups, self._on_close)
+        self.stream = RequestStream("r", RequestOutputKind.DELTA, wakeups, self._on_close, apart)
 
     def _on_close(self, stream: RequestStream) -> None:
         self.closed += 1
@@ -82,9 +83,9 @@ class FakeConnection:
 class Exchange:
     """One response on its way; what passes the layers is in `messages`, what is written directly in the connection."""
 
-    def __init__(self, prompts: int = 1, direct: bool = True) -> None:
+    def __init__(self, prompts: int = 1, direct: bool = True, apart: Apart | None = None) -> None:
         wakeups = Wakeups()
-        self.prompts = [FakePrompt(wakeups) for _ in range(prompts)]
+        self.prompts = [FakePrompt(wakeups, apart) for _ in range(prompts)]
         self.response = EventStream(self.prompts, Lines())  # type: ignore[arg-type]
         self.connection = FakeConnection()
         self.scope = {"state": {"chunk_writer": self.connection} if direct else {}}
@@ -121,9 +122,9 @@ class Exchange:
         return b"".join(self.connection.chunks) + b"".join(m.get("body", b"") for m in self.messages)
 
 
-async def turns() -> None:
+async def turns(count: int = 10) -> None:
     """Let the event loop run everything that is due."""
-    for _ in range(10):
+    for _ in range(count):
         await asyncio.sleep(0)
 
 
@@ -182,6 +183,65 @@ async def test_a_client_that_is_behind_finds_outputs_merged():
     assert exchange.connection.chunks == [b"0:a\n", b"0:bcd\n"]
     exchange.prompts[0].put("e", "stop")
     assert await exchange.end() == b"0:a\n0:bcd\n0:e\nend\n"
+
+
+@pytest.mark.parametrize("direct", [True, False])
+async def test_what_many_prompts_have_kept_is_written_in_many_turns(direct):
+    """Others have theirs in between; every output comes, those of a prompt in order."""
+    prompts, outputs, text = 100, 20, "x" * 500
+    exchange = Exchange(prompts, direct, Apart())
+    exchange.prompts[0].put("a")
+    await exchange.begin()
+    exchange.connection.paused = True
+    for number in range(outputs):
+        for prompt in exchange.prompts:
+            prompt.put(f"{number}{text}")
+    before, sizes = len(exchange.body), []
+    exchange.connection.paused = False
+    if exchange.connection.on_writable is not None:
+        exchange.connection.on_writable()
+    while len(exchange.body) < before + prompts * outputs * len(text):
+        sizes.append(len(exchange.body))
+        await asyncio.sleep(0)
+        assert len(sizes) < 1000
+    sizes.append(len(exchange.body))
+    assert max(b - a for a, b in pairwise(sizes)) < 2 * BYTES_PER_TURN
+    for prompt in exchange.prompts:
+        prompt.put("", "stop")
+    lines = (await exchange.end()).split(b"\n")
+    for index in range(prompts):
+        found = b"".join(line.split(b":")[1] for line in lines if line.startswith(b"%d:" % index))
+        assert found.replace(text.encode(), b" ").split()[-outputs:] == [
+            (b"a0" if not index and not n else b"%d" % n) for n in range(outputs)
+        ]
+
+
+async def test_what_many_prompts_bring_in_a_turn_is_one_chunk():
+    exchange = Exchange(prompts=3)
+    exchange.prompts[0].put("a")
+    await exchange.begin()
+    for prompt in exchange.prompts:
+        prompt.put("b")
+    await turns()
+    assert exchange.connection.chunks == [b"0:a\n", b"0:b\n1:b\n2:b\n"]
+    exchange.leave()
+    await exchange.end()
+
+
+def test_streams_of_one_call_keep_few_outputs_apart_in_all():
+    apart = Apart()
+    prompts = [FakePrompt(Wakeups(), apart) for _ in range(10)]
+    for number in range(MAX_APART):
+        for prompt in prompts:
+            prompt.put(f"{number} ")
+    assert apart.held == MAX_APART
+    everything = "".join(f"{number} " for number in range(MAX_APART))
+    taken = list(iter(prompts[0].stream.take, None))
+    assert "".join(output.outputs[0].text for output in taken) == everything
+    assert apart.held == MAX_APART - len(taken) + 1
+    for prompt in prompts:
+        prompt.stream.close()
+    assert apart.held == 0
 
 
 @pytest.mark.parametrize("direct", [True, False])

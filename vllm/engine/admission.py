@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from vllm.engine.request_stream import Apart
 from vllm.exceptions import MaxQueuedTokensError, QueueOverflowError
 
 if TYPE_CHECKING:
@@ -27,12 +28,13 @@ HELD_PER_PLACE = 4
 class Account:
     """What one call of a user (n > 1, beams, many prompts) has in the queue, and what it may not have there yet."""
 
-    __slots__ = ("held_back", "requests", "tokens", "waiting")
+    __slots__ = ("apart", "held_back", "requests", "tokens", "waiting")
 
     def __init__(self) -> None:
         self.requests = 0  # in progress
         self.waiting = 0  # sequences in the queue
         self.tokens = 0  # of their prompts
+        self.apart = Apart()
         self.held_back: dict[str, None] = {}  # requests with sequences that were not sent to the core, in order
 
 

@@ -13,7 +13,16 @@ from vllm.sampling_params import RequestOutputKind
 
 logger = init_logger(__name__)
 
-MAX_APART = 256
+MAX_APART = 256  # outputs, of all prompts and choices of one call
+
+
+class Apart:
+    """How many outputs the streams of one call keep apart, an output of several choices counted for each."""
+
+    __slots__ = ("held",)
+
+    def __init__(self) -> None:
+        self.held = 0
 
 
 class Wakeups:
@@ -44,11 +53,11 @@ class RequestStream:
     The consumer awaits `next`, or has a function called when there is something to `take`. It must `close` the stream,
     which calls `on_close` once; that ends a request still running.
 
-    singly: each output is handed over by itself, unless the consumer is further behind than MAX_APART.
+    apart: each output is handed over by itself, unless the streams that share this are behind by MAX_APART.
     """
 
     __slots__ = (
-        "_apart", "_error", "_loop", "_on_close", "_output", "_singly", "_timer", "_waiter", "_wakeups", "due", "kind",
+        "_apart", "_error", "_held", "_loop", "_on_close", "_output", "_timer", "_waiter", "_wakeups", "due", "kind",
         "listener", "request_id",
     )  # fmt: skip
 
@@ -58,13 +67,13 @@ class RequestStream:
         kind: RequestOutputKind,
         wakeups: Wakeups,
         on_close: Callable[[RequestStream], None],
-        singly: bool = False,
+        apart: Apart | None = None,
     ) -> None:
         self.request_id = request_id
         self.kind = kind
         self._wakeups = wakeups
         self._on_close: Callable[[RequestStream], None] | None = on_close
-        self._singly = singly and kind is RequestOutputKind.DELTA
+        self._held = apart
         self._apart: deque[RequestOutput] = deque()  # outputs before `_output` that were not taken
         self._output: RequestOutput | None = None
         self._error: BaseException | None = None
@@ -83,7 +92,8 @@ class RequestStream:
         """
         output = cast(RequestOutput, output)
         if self._output is not None and self.kind is RequestOutputKind.DELTA:
-            if self._singly and len(self._apart) < MAX_APART:
+            if self._held is not None and self._held.held < MAX_APART:
+                self._held.held += len(self._output.outputs)
                 self._apart.append(self._output)
                 self._output = output
             else:
@@ -121,7 +131,9 @@ class RequestStream:
     def take(self) -> RequestOutput | None:
         """What has come since the last time, None if nothing has. After the last output: raises the stream's error."""
         if self._apart:
-            return self._apart.popleft()
+            first = self._apart.popleft()
+            self._held.held -= len(first.outputs)  # type: ignore[union-attr]
+            return first
         output, self._output = self._output, None
         if output is None and self._error is not None:
             raise self._error
@@ -155,6 +167,8 @@ class RequestStream:
         on_close, self._on_close = self._on_close, None
         if on_close is not None:
             on_close(self)
+        while self._apart:
+            self.take()
 
 
 def is_failed(output: RequestOutput | PoolingRequestOutput[Any]) -> bool:

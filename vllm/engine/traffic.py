@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from vllm.engine.admission import Account, Admission
 from vllm.engine.output_processor import AnyOutput, OutputProcessor
 from vllm.engine.request_state import Delay, Refusal
-from vllm.engine.request_stream import RequestStream, Wakeups
+from vllm.engine.request_stream import Apart, RequestStream, Wakeups
 from vllm.exceptions import EngineDeadError, EngineGenerateError, RetryableRequestError, VLLMValidationError
 from vllm.outputs import failure_of
 
@@ -50,9 +50,10 @@ class Traffic:
         nothing left of the request.
         """
         request_id, length = request.request_id, len(request.prompt_token_ids)
-        account, most = None, None
+        account, most, apart = None, None, Apart()
         if request.account is not None:
             account = self._join_account(request_id, request.account)
+            apart = account.apart
             most = min(self._admission.room(account, length), max(1, TOKENS_PER_TURN // (length + TOKENS_PER_MESSAGE)))
         messages = self._outputs.add(request, most)
         try:
@@ -67,7 +68,7 @@ class Traffic:
             request.params.output_kind,
             self._wakeups,
             self._abandon,
-            singly=request.params.stream_interval == 1,
+            apart if request.params.stream_interval == 1 else None,
         )
         self._admission.enter(messages, account)
         if account is not None and len(messages) < max(1, len(request.children)):

@@ -25,6 +25,9 @@ HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+# Of one answer's events, written in a turn of the event loop: this takes a few milliseconds, then others have theirs.
+BYTES_PER_TURN = 64 * 1024
+BYTES_OF_AN_OUTPUT = 128  # which it counts for besides its events
 
 
 class Events(Protocol):
@@ -48,8 +51,9 @@ class EventStream(Response):
     """Sends events as they come. An error before the first event is an HTTP error; a later one is an event, the last.
 
     Where the connection takes chunks directly, an output becomes bytes on it in the very callback that brings it: no
-    task is woken per token. Otherwise events pass through the layers of the application, as any ASGI body does. A slow
-    reader finds outputs merged either way. What still runs when the client is gone is aborted in the engine.
+    task is woken per token; what several prompts bring in a turn of the event loop is one chunk. Otherwise events pass
+    through the layers of the application, as any ASGI body does. A slow reader finds outputs merged either way. What
+    still runs when the client is gone is aborted in the engine.
     """
 
     def __init__(self, prompts: Sequence[Prompt], events: Events, headers: dict[str, str] | None = None) -> None:
@@ -61,6 +65,7 @@ class EventStream(Response):
         self._unfinished = len(prompts)
         self._due: dict[int, None] = {}  # prompts whose streams have something, in order
         self._changed = asyncio.Event()
+        self._is_scheduled = False  # `_go_on`, for a later turn of the event loop
         self._writer: ChunkWriter | None = None
         self._work: tuple[int, RequestOutput, asyncio.Future[bytes]] | None = None  # a large output, being written
         self._ready = b""  # events that were not sent yet
@@ -196,6 +201,19 @@ class EventStream(Response):
     def _on_output(self, index: int) -> None:
         """A stream has something."""
         self._due[index] = None
+        if len(self._prompts) == 1:
+            self._go_on()
+        else:
+            self._schedule()
+
+    def _schedule(self) -> None:
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            asyncio.get_running_loop().call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        """Send what is due, unless the client is behind."""
+        self._is_scheduled = False
         writer = self._writer
         if writer is None:
             self._changed.set()
@@ -214,37 +232,47 @@ class EventStream(Response):
             self._writer.write(ready)
 
     def _collect(self) -> bytes:
-        """The events of everything that has come. Raises an error that is the first thing to come."""
-        events = b""
+        """The events of what has come, within the bounds of one turn of the event loop; for what is left, `_go_on` is
+        called in a later one. Raises an error that is the first thing to come.
+        """
         if self._complete or (self._work is not None and not self._work[2].done()):
-            return events
+            return b""
+        events: list[bytes] = []
+        room = BYTES_PER_TURN
         due, self._due = self._due, {}
         try:
             if self._work is not None:
                 (index, output, work), self._work = self._work, None
-                events = work.result()
+                events.append(work.result())
+                room -= len(events[0])
                 self._count_end(output)
             for index in list(due):
                 take = self._streams[index].take
-                while self._work is None and (taken := take()) is not None:  # or an error that follows the outputs
+                # or an error that follows the outputs
+                while self._work is None and room > 0 and (taken := take()) is not None:
                     shows = has_logprobs(taken)
                     if not (shows or taken.finished):  # most
-                        events += self._events.feed(index, taken)
+                        written = self._events.feed(index, taken)
                     elif shows and (taken.finished or self._events.entries(index, taken) > INLINE_ENTRIES):
                         self._begin(index, taken)  # ends may tell of all log probabilities again
+                        break
                     else:
-                        events += self._write_output(index, taken)
+                        written = self._write_output(index, taken)
                         self._count_end(taken)
-                if self._work is not None:
+                    events.append(written)
+                    room -= len(written) + BYTES_OF_AN_OUTPUT
+                if self._work is not None or room <= 0:
                     break
                 del due[index]
             self._due = {**due, **self._due}
+            if room <= 0:
+                self._schedule()
         except Exception as error:
             self._complete = True
-            if not self._begun and not events:
+            if not self._begun and not any(events):
                 raise
-            events += self._events.failure(as_api_error(error))
-        return events
+            events.append(self._events.failure(as_api_error(error)))
+        return b"".join(events)
 
     def _begin(self, index: int, output: RequestOutput) -> None:
         """Write the events of a large output beside the event loop. What comes meanwhile waits."""
