@@ -274,6 +274,8 @@ def test_a_config_file_must_be_there_once_and_be_yaml(tmp_path: Path, capsys: An
 
 def test_an_unknown_word_names_the_near_ones(capsys: Any) -> None:
     assert "unrecognized arguments: --prot 5. Did you mean --port" in error(["--prot", "5"], capsys)
+    assert "--data-parallel-size-local says how many copies" in error(["--headless"], capsys)
+    assert "a load balancer of your own" in error(["--data_parallel_start_rank=2"], capsys)
 
 
 def test_engine_arguments_come_from_a_file(tmp_path: Path) -> None:

@@ -596,6 +596,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"device": "openvino"}, "the package openvino"),
     ({"device": "rocm"}, "AMD GPUs are not supported yet"),
     ({"distributed_executor_backend": "uni", "tensor_parallel_size": 2}, "The 'uni' executor runs one device"),
+    (
+        {"distributed_executor_backend": "uni", "pipeline_parallel_size": 2},
+        "one device, but pipeline_parallel_size=2 asks for 2",
+    ),
+    (
+        {"distributed_executor_backend": "external_launcher", "pipeline_parallel_size": 2},
+        "'external_launcher' works without a pipeline, pipeline_parallel_size=2 asks for one",
+    ),
     ({"generation_config": "/nowhere"}, "there is no /nowhere/generation_config.json"),
     ({"override_generation_config": {"top_p": "hot"}}, "override_generation_config: top_p must be a number"),
     ({"compilation_config": 7}, "level must be an integer from 0 to 3, got 7"),

@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def test_uni_runs_one_rank() -> None:
-    with pytest.raises(ValueError, match="'uni' runs one rank, but 2 are asked for"):
+    with pytest.raises(ValueError, match="'uni' runs one rank, but tensor_parallel_size=2 asks for 2"):
         create_executor(Config("uni", 2))  # type: ignore[arg-type]
 
 

@@ -174,8 +174,14 @@ class ParallelConfig:
             )
         if self.distributed_executor_backend == "uni" and self.world_size > 1:
             raise ValueError(
-                f"The 'uni' executor runs one device, but {self.world_size} are asked for. "
-                "Use distributed_executor_backend='mp', or tensor_parallel_size=1."
+                f"The 'uni' executor runs one device, but {self.sizes} asks for {self.world_size}. "
+                f"Use distributed_executor_backend='mp', or leave out {self.sizes.replace(' with', ' and')}."
+            )
+        if self.distributed_executor_backend == "external_launcher" and self.pipeline_parallel_size > 1:
+            raise ValueError(
+                "distributed_executor_backend='external_launcher' works without a pipeline, "
+                f"pipeline_parallel_size={self.pipeline_parallel_size} asks for one. Use tensor_parallel_size, or 'mp' "
+                "or 'ray'."
             )
 
     def _check_shared_experts(self) -> None:
@@ -192,6 +198,14 @@ class ParallelConfig:
                 f"Where the {self.data_parallel_size} copies of the engine (data_parallel_size) share experts, {why}. "
                 "Without enable_expert_parallel each copy has all experts, and the copies are independent."
             )
+
+    @property
+    def sizes(self) -> str:
+        """What asks for several devices, for messages."""
+        tensor, stages = self.tensor_parallel_size, self.pipeline_parallel_size
+        found = {"tensor_parallel_size": tensor, "pipeline_parallel_size": stages}
+        named = [f"{name}={size}" for name, size in found.items() if size > 1]
+        return " with ".join(named or [f"tensor_parallel_size={tensor}"])
 
     @property
     def shares_experts(self) -> bool:

@@ -42,8 +42,8 @@ def create_executor(config: VllmConfig) -> Executor:
         return executor_class(backend)(config)
     if backend == "uni":
         raise ValueError(
-            f"distributed_executor_backend='uni' runs one rank, but {parallel.world_size} are asked for. Use 'mp', or "
-            "tensor_parallel_size=1."
+            f"distributed_executor_backend='uni' runs one rank, but {parallel.sizes} asks for {parallel.world_size}. "
+            "Use 'mp'."
         )
     raise ValueError(f"Unknown distributed_executor_backend {backend!r}.")
 

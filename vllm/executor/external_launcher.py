@@ -57,11 +57,6 @@ class ExternalLauncherExecutor(UniprocExecutor):
 
     def __init__(self, config: VllmConfig) -> None:
         parallel = config.parallel_config
-        if parallel.pipeline_parallel_size > 1:
-            raise ValueError(
-                "distributed_executor_backend='external_launcher' works without a pipeline. Use "
-                "tensor_parallel_size, or 'mp' or 'ray'."
-            )
         missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing and not dist.is_initialized():
             raise ValueError(

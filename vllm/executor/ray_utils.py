@@ -75,8 +75,8 @@ def _check_reachable(name: str, address: str) -> None:
                 raise ValueError("what answers there is not Ray (8265, say, is the port of its dashboard, not of Ray)")
     except (OSError, OverflowError, ValueError) as error:
         raise ValueError(
-            f"There is no Ray cluster at {name}={address}: {error}. It is to be the address that `ray start --head` has "
-            "printed on the first host (its port is 6379 by default), which must be reachable from here. Without "
+            f"There is no Ray cluster at {name}={address}: {error}. It is to be the address that `ray start --head` "
+            "has printed on the first host (its port is 6379 by default), which must be reachable from here. Without "
             f"{name} the cluster that this host belongs to is used, or a new one is started."
         ) from error
 
@@ -132,7 +132,7 @@ def initialize_ray_cluster(parallel_config: ParallelConfig, ray_address: str | N
             f"{node['NodeManagerAddress']}: {node['Resources'].get(kind, 0):g}" for node in ray.nodes() if node["Alive"]
         )
         raise ValueError(
-            f"{_asked(parallel_config)} needs {world} {kind}s, but the Ray cluster has {total.get(kind, 0):g} "
+            f"{parallel_config.sizes} needs {world} {kind}s, but the Ray cluster has {total.get(kind, 0):g} "
             f"({nodes}). Add nodes with `ray start --address=...`, or ask for less."
         )
     bundles: list[dict[str, float]] = [{kind: 1.0} for _ in range(world)]
@@ -142,13 +142,6 @@ def initialize_ray_cluster(parallel_config: ParallelConfig, ray_address: str | N
     group = ray.util.placement_group(bundles, strategy="PACK")
     _wait_until_ready(ray, group, parallel_config, kind)
     return group
-
-
-def _asked(config: ParallelConfig) -> str:
-    sizes = f"tensor_parallel_size={config.tensor_parallel_size}"
-    if config.pipeline_parallel_size > 1:
-        sizes += f" with pipeline_parallel_size={config.pipeline_parallel_size}"
-    return sizes
 
 
 def _wait_until_ready(ray: Any, group: Any, config: ParallelConfig, kind: str) -> None:
@@ -161,7 +154,7 @@ def _wait_until_ready(ray: Any, group: Any, config: ParallelConfig, kind: str) -
         logger.info("Waiting for %d %ss of the Ray cluster; free now: %g.", config.world_size, kind, free.get(kind, 0))
     ray.util.remove_placement_group(group)
     raise ValueError(
-        f"{_asked(config)}: the Ray cluster has enough {kind}s, but they were in use for {_WAIT_S} s, or this node "
+        f"{config.sizes}: the Ray cluster has enough {kind}s, but they were in use for {_WAIT_S} s, or this node "
         f"({ray.util.get_node_ip_address()}), where the first rank must be, has none. `ray status` shows them."
     )
 

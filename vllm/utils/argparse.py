@@ -18,6 +18,12 @@ _SHORT_USAGE = 20  # flags whose usage fits on a screen
 _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 _FLAG_ACTIONS = (argparse.BooleanOptionalAction, argparse._StoreTrueAction, argparse._StoreFalseAction)
 
+_ONE_SERVER_PER_HOST = (
+    "start a server on each host, --data-parallel-size-local says how many copies it runs, and put a load balancer of "
+    "your own in front. On a Ray cluster --data-parallel-backend ray places copies on all hosts behind one server."
+)
+_ELSEWHERE = {"--headless": _ONE_SERVER_PER_HOST, "--data-parallel-start-rank": _ONE_SERVER_PER_HOST}  # vLLM's flags
+
 
 class BooleanWithValue(argparse.BooleanOptionalAction):
     """`--name`, `--no-name`, and also `--name true` and `--name false`."""
@@ -61,7 +67,9 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n`{self.prog} --help` explains all flags.\n")
 
     def _near(self, word: str) -> str:
-        key = word.partition("=")[0]
+        key = word.partition("=")[0].replace("_", "-")
+        if key in _ELSEWHERE:
+            return f". There is no {key} here: {_ELSEWHERE[key]}"
         near = difflib.get_close_matches(key, self._all_options(), n=3, cutoff=0.6)
         return f". Did you mean {' or '.join(near)}?" if near else ""
 
