@@ -24,7 +24,7 @@ from vllm.entrypoints.openai.logprobs import TokenText
 from vllm.entrypoints.openai.message import ParsingSettings, wanted_of
 from vllm.entrypoints.openai.protocol import ChatCompletionRequest, ResponsesRequest
 from vllm.entrypoints.openai.response_items import to_messages
-from vllm.entrypoints.openai.response_store import ResponseStore, Stored
+from vllm.entrypoints.openai.response_store import MAX_BYTES, ResponseStore, Stored
 from vllm.sampling_params import SamplingParams
 
 TOOL: dict[str, Any] = {
@@ -139,6 +139,25 @@ def test_background(client: openai.OpenAI) -> None:
         client.responses.create(model=MODEL, input="Hi", background=True, store=False)
 
 
+def test_what_background_responses_hold_is_bounded(stored: Server) -> None:
+    """Whatever part of a request it is; when one has ended, another has its room."""
+    long = {"input": "a", "ignore_eos": True, "max_output_tokens": 1900, "background": True}
+    large = {**long, "of_no_use": "x" * 15_000_000}
+    begun = []
+    try:
+        while (answer := stored.post("/v1/responses", large)).status == 200:
+            begun.append(answer.json["id"])
+        assert len(begun) == MAX_BYTES // 15_000_000
+        error = answer.json["error"]
+        assert answer.status == 503 and "4 responses that are computed in the background take" in error["message"]
+        begun.append(stored.post("/v1/responses", long).json["id"])  # a small one has room
+        stored.post(f"/v1/responses/{begun[0]}/cancel", {})
+        begun.append(stored.post("/v1/responses", large).json["id"])
+    finally:
+        for one in begun:
+            stored.post(f"/v1/responses/{one}/cancel", {})
+
+
 def test_what_is_wrong_is_named(client: openai.OpenAI) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"tools": [{"type": "web_search"}]}, "tools\\[0\\] has the type 'web_search', which is not available"),
@@ -148,6 +167,7 @@ def test_what_is_wrong_is_named(client: openai.OpenAI) -> None:
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input\\[0\\] has a type"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "a function_call has call_id, name and arguments"),
         ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "has a call_id and an output"),
+        ({"user": "u" * 513}, "user may have 512 characters"),
         ({"reasoning": {"effort": "some"}}, "reasoning.effort must be one of"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary is not available"),
     ]
@@ -285,6 +305,20 @@ def test_store_forgets_the_oldest() -> None:
     assert len(store) == 1
     store.put("too large", stored_of(2000))
     assert len(store) == 0
+
+
+async def test_one_response_in_the_background_may_be_of_any_size_but_no_second() -> None:
+    store = ResponseStore(enabled=True, max_bytes=1000)
+    store.check_running(2000)
+    entry = Stored("queued", lambda status: b"{}", b"[]", b"[]", held=900)
+    entry.task = asyncio.ensure_future(asyncio.sleep(60))
+    store.put("running", entry)
+    store.check_running(90)
+    with pytest.raises(APIError, match="1 responses that are computed in the background take 906 of 1,000 bytes") as no:
+        store.check_running(100)
+    assert no.value.status == 503
+    store.delete("running")
+    store.check_running(1000)
 
 
 def test_store_that_is_off_says_how_to_switch_it_on() -> None:

@@ -556,6 +556,8 @@ class ResponsesRequest(_Sampling):
             raise bad_request(
                 "metadata may have 16 pairs, with keys of at most 64 and values of at most 512 characters.", "metadata"
             )
+        if self.user is not None and len(self.user) > 512:
+            raise bad_request("user may have 512 characters.", "user")
         self._check_reasoning()
         if self.truncation == "auto":
             raise bad_request("truncation='auto' is not available in this version; shorten the input.", "truncation")

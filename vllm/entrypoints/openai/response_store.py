@@ -11,7 +11,7 @@ from vllm.entrypoints.openai.errors import bad_request, not_found, overloaded
 
 SWITCH = "VLLM_ENABLE_RESPONSES_API_STORE=1"
 MAX_ENTRIES = 1000
-MAX_BYTES = 64 << 20  # of all entries, as JSON
+MAX_BYTES = 64 << 20  # of all entries, as JSON, and of what those that are computed hold besides
 MAX_RUNNING = 64  # in the background
 
 
@@ -20,7 +20,7 @@ class Stored:
     tenth of the memory of objects.
 
     body: of a status, as an answer.   messages, input_items: lists.   task: what computes it, if that goes on in the
-    background.
+    background.   held: bytes that this holds besides, about.
     """
 
     def __init__(
@@ -30,13 +30,14 @@ class Stored:
         messages: bytes,
         input_items: bytes,
         task: asyncio.Task[None] | None = None,
+        held: int = 0,
     ) -> None:
         self.messages = messages
         self.input_items = input_items
         self.task = task
         self._body = body
         self.set_status(status)
-        self.size = len(self.text) + len(messages) + len(input_items)
+        self.size = len(self.text) + len(messages) + len(input_items) + held
 
     def set_status(self, status: str) -> None:
         self.status = status
@@ -95,10 +96,18 @@ class ResponseStore:
             entry.task.cancel()
         self._drop(response_id)
 
-    def check_running(self) -> None:
-        """Raise a 503 if too many responses are computed in the background."""
-        if sum(one.task is not None and not one.task.done() for one in self._entries.values()) >= MAX_RUNNING:
+    def check_running(self, size: int) -> None:
+        """Raise a 503 if too many responses are computed in the background, or too large ones for a further one of
+        `size` bytes; one alone may be of any size.
+        """
+        running = [one.size for one in self._entries.values() if one.task is not None and not one.task.done()]
+        if len(running) >= MAX_RUNNING:
             raise overloaded(f"{MAX_RUNNING} responses are computed in the background. Try again later.")
+        if running and sum(running) + size > self._max_bytes:
+            raise overloaded(
+                f"{len(running)} responses that are computed in the background take {sum(running):,} of "
+                f"{self._max_bytes:,} bytes, this one would need {size:,}. Try again later."
+            )
 
     def cancel(self, response_id: str) -> Stored:
         """End a response that is computed in the background. Raises a 404, or a 400 if it is none."""

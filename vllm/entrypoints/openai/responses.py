@@ -117,7 +117,7 @@ def _is_stored(context: ServerContext, request: ResponsesRequest) -> bool:
             raise bad_request(
                 "background does not go with stream in this version; retrieve the response.", "background"
             )
-        context.responses.check_running()
+        context.responses.check_running(request.size)
     return context.responses.enabled and request.store is not False
 
 
@@ -300,8 +300,10 @@ def _items(work: Work) -> OutputItems:
 
 
 def begin(context: ServerContext, work: Work) -> bytes:
-    """Compute the answer in the background; returns the response as it is now."""
-    entry = Stored("queued", lambda status: _body(work, status), work.conversation, work.input_items)
+    """Compute the answer in the background; returns the response as it is now. Raises a 503."""
+    held = work.request.size + len(work.echoed)
+    entry = Stored("queued", lambda status: _body(work, status), work.conversation, work.input_items, held=held)
+    context.responses.check_running(entry.size)  # others may have begun since `prepare`
     context.responses.put(work.id, entry)
 
     def keep(done: Finished) -> None:

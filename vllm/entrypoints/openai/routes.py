@@ -267,10 +267,10 @@ async def create_response(request: Request) -> Response:
     body = await read(request, ResponsesRequest)
     try:
         work = await responses.prepare(context, body, request.headers.get("x-request-id"))
+        if body.background:
+            return Response(responses.begin(context, work), media_type="application/json")
     except Exception as error:
         raise as_api_error(error) from error
-    if body.background:
-        return Response(responses.begin(context, work), media_type="application/json")
     if body.stream:
         return await stream(request, EventStream([work.chat.prompt], responses.ResponseEvents(work, context)))
     return await answer(request, lambda: responses.complete(context, work))
