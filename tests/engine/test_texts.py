@@ -9,9 +9,17 @@ import threading
 import pytest
 
 from tests.engine import tokenizer_makers as make
-from vllm.engine.texts import INLINE_CHARACTERS, LONG_CHARACTERS, MAX_LONG_WAITING, Lanes, Texts, TooManyTokensError
+from vllm.engine.texts import (
+    INLINE_CHARACTERS,
+    LONG_CHARACTERS,
+    LONG_ENTRIES,
+    MAX_LONG_WAITING,
+    Lanes,
+    Texts,
+    TooManyTokensError,
+)
 from vllm.engine.tokenizer_files import load_tokenizer
-from vllm.exceptions import QueueOverflowError, VLLMValidationError
+from vllm.exceptions import EngineDeadError, QueueOverflowError, VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
 KINDS = ["byte_level", "byte_fallback", "metaspace", "words"]
@@ -81,6 +89,33 @@ def test_bad_words_are_tokenized_once_and_named_when_they_have_no_tokens(tmp_pat
     assert Texts(tokenizer, 128).bad_words(words) == params.bad_words_token_ids == expected
     with pytest.raises(VLLMValidationError, match="at least one token"):
         Texts(tokenizer, 128).bad_words(["fox", "  "])
+
+
+async def test_long_answers_hold_up_no_others_and_end_with_who_waits_for_them():
+    lanes, begun, gate, made = Lanes(), threading.Semaphore(0), threading.Semaphore(0), []
+
+    def pieces():
+        begun.release()
+        while True:
+            gate.acquire()
+            made.append(b"x")
+            yield made[-1]
+
+    leaving = asyncio.ensure_future(lanes.join(pieces(), LONG_ENTRIES + 1))
+    await asyncio.to_thread(begun.acquire)
+    assert await asyncio.wait_for(lanes.join([b"a", b"b"], 1), 10) == b"ab"
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    gate.release()
+    assert await asyncio.wait_for(lanes.join([b"c"], LONG_ENTRIES + 1), 10) == b"c"
+    ending = asyncio.ensure_future(lanes.join(pieces(), LONG_ENTRIES + 1))
+    await asyncio.to_thread(begun.acquire)
+    lanes.close()
+    gate.release()
+    with pytest.raises(EngineDeadError):
+        await asyncio.wait_for(ending, 10)
+    assert made == [b"x", b"x"] and lanes.num_writing == 0
 
 
 async def test_short_work_does_not_wait_for_long_work_and_long_work_is_bounded():

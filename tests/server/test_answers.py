@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.server.http_server import Server
-from vllm.entrypoints.openai.answers import INLINE_ENTRIES, ITEMS_PER_PIECE, _pieces, encode
+from vllm.entrypoints.openai.answers import (
+    INLINE_ENTRIES,
+    ITEMS_PER_PIECE,
+    Repeated,
+    encode,
+    encode_at_once,
+    listed,
+    pieces,
+)
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
@@ -31,9 +40,26 @@ def test_no_piece_is_large(length: int) -> None:
     entry = {"token": "x", "top_logprobs": [{"token": "y", "logprob": -1.0}] * 20}
     choice = {"index": 0, "logprobs": {"content": [entry] * length}, "prompt_logprobs": [{"5": {"rank": 1}}] * length}
     answer = {"id": "a", "choices": [choice] * 5, "usage": {"total_tokens": 3}}
-    pieces = list(_pieces(answer))
-    assert b"".join(pieces) == json.dumps(answer).encode()
-    assert max(map(len, pieces)) <= len(json.dumps([entry] * ITEMS_PER_PIECE)) + 100
+    found = list(pieces(answer))
+    assert b"".join(found) == json.dumps(answer).encode()
+    assert max(map(len, found)) <= len(json.dumps([entry] * ITEMS_PER_PIECE)) + 100
+
+
+@pytest.mark.parametrize("make", [encode_at_once, lambda answer: json.dumps(listed(answer)).encode()])
+def test_what_is_repeated_is_made_once(make: Any) -> None:
+    made = []
+
+    def items() -> Iterator[dict[str, int] | None]:
+        for number in range(3 * ITEMS_PER_PIECE):
+            made.append(number)
+            yield {"5": number} if number else None
+
+    expected = [{"5": number} if number else None for number in range(3 * ITEMS_PER_PIECE)]
+    repeated = Repeated(items())
+    answer = {"choices": ({"index": i, "prompt_logprobs": repeated, "text": "x"} for i in range(4))}
+    whole = {"choices": [{"index": i, "prompt_logprobs": expected, "text": "x"} for i in range(4)]}
+    assert make(answer) == json.dumps(whole).encode()
+    assert made == list(range(3 * ITEMS_PER_PIECE))
 
 
 def rounded(value: Any) -> Any:

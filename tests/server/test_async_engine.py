@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from concurrent.futures import Future
 
@@ -25,7 +26,7 @@ from vllm import LLM, SamplingParams
 from vllm.engine.async_llm_engine import AsyncEngineDeadError, AsyncLLMEngine
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.openai.context import as_api_error
-from vllm.exceptions import QueueOverflowError, RetryableRequestError
+from vllm.exceptions import EngineDeadError, QueueOverflowError, RetryableRequestError
 from vllm.metrics.registry import render
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import GuidedDecodingParams, RequestOutputKind
@@ -385,6 +386,28 @@ async def test_shutdown_lets_running_requests_finish(model_folder, offline):
         assert engine.is_stopped
         with pytest.raises(AsyncEngineDeadError):
             await engine.check_health()
+
+
+async def test_shutdown_lets_answers_be_written_for_as_long_as_it_waits(model_folder):
+    async with running(model_folder) as engine:
+        gate = threading.Event()
+        writing = asyncio.ensure_future(engine.lanes.write(gate.wait, 60))
+        stopping = asyncio.ensure_future(engine.shutdown(30))
+        await settle(lambda: engine._core._process.returncode is not None)
+        queued = asyncio.ensure_future(engine.lanes.join([b"a", b"b"], 1))
+        await asyncio.sleep(0)
+        gate.set()
+        assert await writing and await queued == b"ab"
+        await stopping
+    async with running(model_folder) as engine:
+        gate = threading.Event()
+        pieces = (gate.wait(60) and b"a" for _ in range(2))
+        writing = asyncio.ensure_future(engine.lanes.join(pieces, 1))
+        await asyncio.sleep(0)
+        await engine.shutdown(0)
+        gate.set()
+        with pytest.raises(EngineDeadError):
+            await writing
 
 
 @pytest.mark.parametrize("how", ["timeout", "second call"])

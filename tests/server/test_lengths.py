@@ -122,6 +122,21 @@ def test_counts(steady: Server, extra: dict, status: int) -> None:
     assert answer.status == status, answer.text
 
 
+@pytest.mark.parametrize(
+    ("extra", "param"),
+    [
+        ({"prompt_logprobs": 20}, "prompt_logprobs"),
+        ({"echo": True, "logprobs": 20, "stream": True, "best_of": 4001}, "logprobs"),
+        ({"echo": True, "logprobs": 20}, "logprobs"),
+    ],
+)
+def test_what_choices_repeat_of_their_prompt_counts_for_each(steady: Server, extra: dict, param: str) -> None:
+    body = {"prompt": list(range(5, 105)), "max_tokens": 1, "n": 4000, **extra}
+    refused = steady.post("/v1/completions", body)
+    assert refused.status == 400 and refused.json["error"]["param"] == param
+    assert "8400000 log probabilities of its prompts" in refused.json["error"]["message"]
+
+
 def test_conversations(steady: Server) -> None:
     answer = steady.post(CHAT, {"messages": [{"role": "user", "content": "a"}] * 2049, "max_tokens": 1})
     assert answer.status == 400

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from vllm.entrypoints.openai import chat, completions, responses
-from vllm.entrypoints.openai.answers import encode, encode_at_once
+from vllm.entrypoints.openai.answers import count_entries, count_steps, encode, encode_at_once
 from vllm.entrypoints.openai.logprobs import TokenText
 from vllm.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest, ResponsesRequest
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -212,6 +212,31 @@ def test_answers_of_many_choices_are_made_in_several_turns(monkeypatch: pytest.M
     assert asyncio.run(answer()) == json.dumps(whole).encode()
     assert made_in.total() == 500
     assert max(made_in.values()) <= 10
+
+
+@pytest.mark.parametrize("fields", [{"prompt_logprobs": 1}, {"echo": True, "logprobs": 2, "prompt_logprobs": 1}])
+def test_what_choices_repeat_of_their_prompt_is_made_once(
+    monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    """And counts for each of them."""
+    shown, made, steps_of = 5, Counter[str](), completions.prompt_logprobs
+
+    def counted(steps: Any) -> Any:
+        for step in steps_of(steps) or ():
+            made["steps"] += 1
+            yield step
+
+    monkeypatch.setattr(completions, "prompt_logprobs", counted)
+    work = completion_work({"n": shown, **fields})
+    whole = asyncio.run(completions.complete(CONTEXT, work))
+    assert made.total() == 2
+    answer = asyncio.run(completions.encoded(CONTEXT, work))
+    assert asyncio.run(encode(answer)) == json.dumps(whole).encode()
+    assert made.total() == 4
+    final = work.prompts[0].whole()  # type: ignore[attr-defined]
+    own = count_entries([final]) - count_steps(final.prompt_logprobs)
+    times = shown * (2 if work.echo else 1)
+    assert work.entries([final]) == own + times * count_steps(final.prompt_logprobs)
 
 
 def test_what_choices_echo_counts_among_what_an_output_shows() -> None:

@@ -302,6 +302,8 @@ class AsyncLLMEngine:
         if self.before_core_ends is not None:
             await self.before_core_ends()
         await self._core.stop()
+        while self.lanes.num_writing and (deadline is None or time.monotonic() < deadline):
+            await asyncio.sleep(0.02)
         self.lanes.close()
 
     def __del__(self) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from vllm.engine.tokenizer import Tokenizer
-from vllm.exceptions import QueueOverflowError
+from vllm.exceptions import EngineDeadError, QueueOverflowError
 from vllm.sampling_params import token_ids_of_words
 
 _T = TypeVar("_T")
@@ -18,6 +18,8 @@ INLINE_CHARACTERS = 2048
 # Work of this size (in characters, or what takes as long) may take a tenth of a second: it has a thread of its own.
 LONG_CHARACTERS = 64 * 1024
 MAX_LONG_WAITING = 64
+# An answer of this many log probabilities takes as long to write as many others: such wait for each other only.
+LONG_ENTRIES = 32 * 1024
 # Texts up to this many characters per token of the context are tokenized without further thought.
 PLAUSIBLE_CHARACTERS_PER_TOKEN = 16
 # A cut through a text changes no more tokens than this on either side of it: the words around it.
@@ -138,16 +140,43 @@ class Lanes:
         self._short = ThreadPoolExecutor(2, thread_name_prefix="short-work")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="long-work")
         self._answers = ThreadPoolExecutor(1, thread_name_prefix="large-answers")
+        self._long_answers = ThreadPoolExecutor(1, thread_name_prefix="long-answers")
         self._long_waiting = 0
+        self._is_closed = False
         self.num_writing = 0  # large answers
 
-    async def write(self, function: Callable[..., _T], *args: Any) -> _T:
-        """`function(*args)`, which writes a large answer, or a large part of one. Long texts do not hold it up."""
+    async def write(self, function: Callable[..., _T], *args: Any, size: int = 0) -> _T:
+        """`function(*args)`, which writes a large answer, or a large part of one. Long texts do not hold it up, nor do
+        much longer answers.
+
+        size: how many log probabilities there are to write.
+        """
+        lane = self._long_answers if size > LONG_ENTRIES else self._answers
         self.num_writing += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._answers, function, *args)
+            return await asyncio.get_running_loop().run_in_executor(lane, function, *args)
         finally:
             self.num_writing -= 1
+
+    async def join(self, pieces: Iterable[bytes], size: int) -> bytes:
+        """The pieces of a large answer of `size` log probabilities as one, which `write` makes for as long as somebody
+        waits for it. Raises EngineDeadError when it is still being made at the end (`close`).
+        """
+        is_left = False
+
+        def joined() -> bytes:
+            found = []
+            for piece in pieces:
+                if is_left or self._is_closed:
+                    raise EngineDeadError("The server is shutting down.")
+                found.append(piece)
+            return b"".join(found)
+
+        try:
+            return await self.write(joined, size=size)
+        except asyncio.CancelledError:
+            is_left = True
+            raise
 
     async def run(self, size: int, function: Callable[..., _T], *args: Any) -> _T:
         """`function(*args)`, on the event loop if its `size` is small. Raises what it raises, and QueueOverflowError if
@@ -171,6 +200,7 @@ class Lanes:
         self._long_waiting -= 1
 
     def close(self) -> None:
-        """Begin nothing more."""
-        for pool in (self._short, self._long, self._answers):
+        """Begin nothing more, and end what `join` has begun."""
+        self._is_closed = True
+        for pool in (self._short, self._long, self._answers, self._long_answers):
             pool.shutdown(wait=False, cancel_futures=True)

@@ -28,9 +28,15 @@ def count_entries(outputs: Iterable[RequestOutput]) -> int:
     """How many log probabilities there are to show."""
     count = 0
     for output in outputs:
-        steps: list[Any] = [output.prompt_logprobs, *(choice.logprobs for choice in output.outputs)]
-        count += sum(len(s.token_ids) if isinstance(s, FlatLogprobs) else len(s) * len(s[-1] or ()) for s in steps if s)
+        count += count_steps(output.prompt_logprobs) + sum(count_steps(choice.logprobs) for choice in output.outputs)
     return count
+
+
+def count_steps(steps: Any) -> int:
+    """How many log probabilities there are of the tokens of a prompt or an answer."""
+    if not steps:
+        return 0
+    return len(steps.token_ids) if isinstance(steps, FlatLogprobs) else len(steps) * len(steps[-1] or ())
 
 
 def is_small(outputs: Sequence[RequestOutput]) -> bool:
@@ -43,9 +49,45 @@ def is_small(outputs: Sequence[RequestOutput]) -> bool:
     return tokens <= SMALL
 
 
+class Part:
+    """A part of an answer that has its own way to become JSON."""
+
+    def pieces(self) -> Iterable[bytes]:
+        """The JSON, in pieces."""
+        raise NotImplementedError
+
+    def listed(self) -> Any:
+        """What the JSON stands for."""
+        raise NotImplementedError
+
+
+class Repeated(Part):
+    """A list that comes several times in an answer; what its items become is made once."""
+
+    def __init__(self, items: Iterator[Any]) -> None:
+        self._items = items
+        self._pieces: list[bytes] | None = None
+        self._list: list[Any] | None = None
+
+    def pieces(self) -> Iterator[bytes]:
+        if self._pieces is not None:
+            yield from self._pieces
+            return
+        found = []
+        for piece in pieces(self._items):
+            found.append(piece)
+            yield piece
+        self._pieces = found
+
+    def listed(self) -> list[Any]:
+        if self._list is None:
+            self._list = list(self._items)
+        return self._list
+
+
 def encode_at_once(answer: dict[str, Any] | list[Any]) -> bytes:
     """The answer as JSON. Lists in it may be iterators, of which little is there at a time."""
-    return b"".join(_pieces(answer))
+    return b"".join(pieces(answer))
 
 
 def listed(value: Any) -> Any:
@@ -54,29 +96,33 @@ def listed(value: Any) -> Any:
         return value
     if isinstance(value, dict):
         return {key: listed(item) for key, item in value.items()}
+    if isinstance(value, Part):
+        return value.listed()
     return [listed(item) for item in value] if isinstance(value, Iterator) else value
 
 
 async def encode(answer: dict[str, Any]) -> bytes:
     """The answer as JSON, encoded in pieces between which the event loop turns."""
     parts: list[bytes] = []
-    for piece in _pieces(answer):
+    for piece in pieces(answer):
         parts.append(piece)
         if len(parts) % 8 == 0:
             await asyncio.sleep(0)
     return b"".join(parts)
 
 
-def _pieces(value: Any, name: str = "") -> Iterator[bytes]:
+def pieces(value: Any, name: str = "") -> Iterator[bytes]:
     """Lists in slices, objects key by key if there are lists in them, so that no piece is large."""
-    if isinstance(value, list | Iterator) and (name in ("choices", "data") or _has_few_objects(value)):
-        yield from _joined((_pieces(item) for item in value), b"[", b"]")
+    if isinstance(value, Part):
+        yield from value.pieces()
+    elif isinstance(value, list | Iterator) and (name in ("choices", "data") or _has_few_objects(value)):
+        yield from _joined((pieces(item) for item in value), b"[", b"]")
     elif isinstance(value, Iterator):
         lists = iter(lambda: list(islice(value, ITEMS_PER_PIECE)), [])
         yield from _joined((_part(items) for items in lists), b"[", b"]")
     elif isinstance(value, list) and len(value) > ITEMS_PER_PIECE:
         yield from _joined((_slice(value, i) for i in range(0, len(value), ITEMS_PER_PIECE)), b"[", b"]")
-    elif isinstance(value, dict) and any(isinstance(item, dict | list | Iterator) for item in value.values()):
+    elif isinstance(value, dict) and any(isinstance(item, dict | list | Iterator | Part) for item in value.values()):
         yield from _joined((_entry(key, item) for key, item in value.items()), b"{", b"}")
     else:
         yield json.dumps(value).encode()
@@ -96,7 +142,7 @@ def _part(items: Sequence[Any]) -> Iterator[bytes]:
 
 def _entry(key: str, value: Any) -> Iterator[bytes]:
     yield json.dumps(key).encode() + b": "
-    yield from _pieces(value, key)
+    yield from pieces(value, key)
 
 
 def _joined(groups: Iterable[Iterator[bytes]], start: bytes, end: bytes) -> Iterator[bytes]:

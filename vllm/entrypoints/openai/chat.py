@@ -11,7 +11,7 @@ from typing import Any
 from vllm.engine.texts import INLINE_CHARACTERS
 from vllm.entrypoints.chat_template import RESERVED_VARIABLES
 from vllm.entrypoints.chat_utils import apply_chat_template, tokenize_chat
-from vllm.entrypoints.openai.answers import INLINE_ENTRIES, count_entries, encode_at_once, is_small, listed
+from vllm.entrypoints.openai.answers import INLINE_ENTRIES, count_entries, is_small, listed, pieces
 from vllm.entrypoints.openai.completions import usage_of
 from vllm.entrypoints.openai.context import Prompt, ServerContext, merge, new_id
 from vllm.entrypoints.openai.errors import bad_request
@@ -189,8 +189,8 @@ def _roles(context: ServerContext, request: ChatCompletionRequest) -> tuple[str,
 async def complete(context: ServerContext, work: Chat) -> dict[str, Any]:
     """The answer as one JSON object."""
     final = await _final(work)
-    if count_entries([final]) > INLINE_ENTRIES:
-        return await context.engine.lanes.write(_listed, context, work, final)
+    if (entries := count_entries([final])) > INLINE_ENTRIES:
+        return await context.engine.lanes.write(_listed, context, work, final, size=entries)
     return _listed(context, work, final)
 
 
@@ -199,8 +199,8 @@ async def encoded(context: ServerContext, work: Chat) -> bytes | dict[str, Any]:
     final = await _final(work)
     if is_small([final]):
         return json.dumps(_listed(context, work, final)).encode()
-    if count_entries([final]) > INLINE_ENTRIES:
-        return await context.engine.lanes.write(lambda: encode_at_once(_answer(context, work, final)))
+    if (entries := count_entries([final])) > INLINE_ENTRIES:
+        return await context.engine.lanes.join(pieces(_answer(context, work, final)), entries)
     return _answer(context, work, final)
 
 

@@ -8,7 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.entrypoints.openai.answers import INLINE_ENTRIES, count_entries, encode_at_once, is_small, listed
+from vllm.entrypoints.openai.answers import (
+    INLINE_ENTRIES,
+    Part,
+    Repeated,
+    count_entries,
+    count_steps,
+    encode_at_once,
+    is_small,
+    listed,
+    pieces,
+)
 from vllm.entrypoints.openai.context import Prompt, ServerContext, Turns, merge, new_id
 from vllm.entrypoints.openai.errors import APIError, bad_request
 from vllm.entrypoints.openai.events import DONE, AnswerEvents, failed, prompt_length
@@ -48,6 +58,17 @@ class Completion:
     def count(self) -> int:
         return self.prompts[0].params.n
 
+    def entries(self, finals: Sequence[RequestOutput]) -> int:
+        """How many log probabilities the whole answer shows."""
+        times = shown_of_prompts(self.request)
+        again = sum(count_steps(final.prompt_logprobs) * (times * len(final.outputs) - 1) for final in finals)
+        return count_entries(finals) + again
+
+
+def shown_of_prompts(request: CompletionRequest) -> int:
+    """How often each choice of a whole answer shows the log probabilities of its prompt."""
+    return (request.prompt_logprobs is not None) + bool(request.echo and request.logprobs is not None)
+
 
 async def prepare(context: ServerContext, request: CompletionRequest, request_id: str | None) -> Completion:
     """Check everything that can be checked before the engine is asked."""
@@ -66,6 +87,7 @@ async def prepare(context: ServerContext, request: CompletionRequest, request_id
     work = []
     lengths = [_max_tokens(context, request, len(ids)) for ids in tokens]
     common = await context.in_lane(32 * entries_of(request), _params, context, request, max(lengths))
+    _check_repeated(context, request, common, sum(map(len, tokens)))
     shown_name = name if len(prompts) > 1 else f"{name}-0"
     context.log_request(shown_name, prompts[0] if isinstance(prompts[0], str) else None, tokens, common)
     turns = Turns()
@@ -151,6 +173,23 @@ def _params(context: ServerContext, request: CompletionRequest, max_tokens: int)
     )
 
 
+def _check_repeated(context: ServerContext, request: CompletionRequest, params: SamplingParams, tokens: int) -> None:
+    """Raise a 400 if a whole answer would show too many log probabilities of its prompts, which each choice repeats."""
+    top, most = params.prompt_logprobs, context.engine.output_processor.most_logprobs
+    if top is None or most is None or (request.stream and not request.is_decided_at_end):
+        return
+    if top < 0:
+        top = context.engine.vllm_config.model_config.logits_width
+    shown = tokens * (1 + top) * params.n * shown_of_prompts(request)
+    if shown > most:
+        raise bad_request(
+            f"This answer would have {shown} log probabilities of its prompts, which each choice repeats, and no more "
+            f"than {most} can be kept for one that is given as a whole. Ask for fewer: less logprobs, prompt_logprobs, "
+            "n or prompts; or stream them.",
+            "logprobs" if request.prompt_logprobs is None else "prompt_logprobs",
+        )
+
+
 def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None = None) -> dict[str, Any]:
     """The usage block; `cached_tokens` of the prompt if they are to be shown and there are any."""
     return {
@@ -167,8 +206,8 @@ def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int | No
 async def complete(context: ServerContext, work: Completion) -> dict[str, Any]:
     """The answer as one JSON object."""
     finals = await _finals(work)
-    if count_entries(finals) > INLINE_ENTRIES:
-        return await context.engine.lanes.write(_listed, context, work, finals)
+    if (entries := work.entries(finals)) > INLINE_ENTRIES:
+        return await context.engine.lanes.write(_listed, context, work, finals, size=entries)
     return _listed(context, work, finals)
 
 
@@ -179,8 +218,8 @@ async def encoded(context: ServerContext, work: Completion) -> bytes | dict[str,
     finals = await _finals(work)
     if is_small(finals):
         return json.dumps(_listed(context, work, finals)).encode()
-    if count_entries(finals) > INLINE_ENTRIES:
-        return await context.engine.lanes.write(lambda: encode_at_once(_answer(context, work, finals)))
+    if (entries := work.entries(finals)) > INLINE_ENTRIES:
+        return await context.engine.lanes.join(pieces(_answer(context, work, finals)), entries)
     return _answer(context, work, finals)
 
 
@@ -204,9 +243,10 @@ def _answer(context: ServerContext, work: Completion, finals: Sequence[RequestOu
     prompt_tokens = sum(len(final.prompt_token_ids or ()) for final in finals)
     completion_tokens = sum(len(output.token_ids) for final in finals for output in final.outputs)
     choices = (
-        _choice(work, final, output, i * work.count + output.index, echo)
+        _choice(work, output, i * work.count + output.index, echo, steps)
         for i, final in enumerate(finals)
         for echo in (Echo.of(context, work, final) if work.echo else None,)
+        for steps in (_prompt_steps(work, final),)
         for output in final.outputs
     )
     return {
@@ -249,13 +289,36 @@ class Echo:
         if logprobs is None or self.logprobs is None:
             return json.dumps(logprobs)
         if self._encoded is None:
-            self._encoded = {name: json.dumps(found)[1:-1] for name, found in self.logprobs.items()}
-        lists = ((name, filter(None, (text, json.dumps(logprobs[name])[1:-1]))) for name, text in self._encoded.items())
+            self._encoded = {name: _encoded_items(found) for name, found in self.logprobs.items()}
+        lists = ((name, filter(None, (text, _encoded_items(logprobs[name])))) for name, text in self._encoded.items())
         return "{" + ", ".join(f'"{name}": [{", ".join(texts)}]' for name, texts in lists) + "}"
 
 
+def _encoded_items(values: list[Any]) -> str:
+    return encode_at_once(values)[1:-1].decode()
+
+
+class _Echoed(Part):
+    """`Echo.before`, or `Echo.before_encoded`."""
+
+    def __init__(self, echo: Echo, logprobs: dict[str, Any] | None) -> None:
+        self._echo, self._logprobs = echo, logprobs
+
+    def pieces(self) -> list[bytes]:
+        return [self._echo.before_encoded(self._logprobs).encode()]
+
+    def listed(self) -> dict[str, Any] | None:
+        return self._echo.before(self._logprobs)
+
+
+def _prompt_steps(work: Completion, final: RequestOutput) -> Repeated | None:
+    """The `prompt_logprobs` of each of a prompt's choices."""
+    steps = prompt_logprobs(final.prompt_logprobs if work.request.prompt_logprobs is not None else None)
+    return None if steps is None else Repeated(steps)
+
+
 def _choice(
-    work: Completion, final: RequestOutput, output: CompletionOutput, index: int, echo: Echo | None
+    work: Completion, output: CompletionOutput, index: int, echo: Echo | None, prompt_steps: Repeated | None
 ) -> dict[str, Any]:
     text, token_ids, steps, top = output.text, output.token_ids, output.logprobs, work.request.logprobs
     if echo is not None and work.request.max_tokens == 0:
@@ -266,10 +329,10 @@ def _choice(
     return {
         "index": index,
         "text": text if echo is None else echo.text + text,
-        "logprobs": logprobs if echo is None else echo.before(logprobs),
+        "logprobs": logprobs if echo is None else _Echoed(echo, logprobs),
         "finish_reason": output.finish_reason,
         "stop_reason": output.stop_reason,
-        "prompt_logprobs": prompt_logprobs(final.prompt_logprobs if work.request.prompt_logprobs is not None else None),
+        "prompt_logprobs": prompt_steps,
     }
 
 
@@ -364,7 +427,7 @@ class WholeEvents(Events):
 
     def end(self) -> bytes:
         finals = [self._finals[i] for i in range(len(self._work.prompts))]
-        return whole_stream(json.dumps(_listed(self._context, self._work, finals)).encode())
+        return whole_stream(encode_at_once(_answer(self._context, self._work, finals)))
 
     def failure(self, error: APIError) -> bytes:
         return failed(error)

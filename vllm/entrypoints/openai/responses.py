@@ -265,8 +265,8 @@ async def _finished(work: Work, keep: Callable[[Finished], None]) -> Finished:
         keep(done)
         return done
 
-    is_large = count_entries([final]) > INLINE_ENTRIES
-    return await work.chat.prompt.engine.lanes.write(finish) if is_large else finish()
+    entries = count_entries([final])
+    return await work.chat.prompt.engine.lanes.write(finish, size=entries) if entries > INLINE_ENTRIES else finish()
 
 
 async def _final(work: Work) -> RequestOutput:

@@ -277,7 +277,8 @@ class EventStream(Response):
     def _begin(self, index: int, output: RequestOutput) -> None:
         """Write the events of a large output beside the event loop. What comes meanwhile waits."""
         lanes = self._prompts[index].engine.lanes
-        work = asyncio.ensure_future(lanes.write(self._write_output, index, output))
+        size = self._events.entries(index, output)
+        work = asyncio.ensure_future(lanes.write(self._write_output, index, output, size=size))
         work.add_done_callback(lambda _: self._on_output(index))
         self._work = index, output, work
 
