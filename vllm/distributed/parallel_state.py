@@ -2,13 +2,14 @@
 
 The project's own layers get a `TensorParallel` as an argument. Models from outside the tree were written for functions
 without arguments (`get_tensor_model_parallel_world_size()`); for them `use_tensor_parallel` names the current object
-while such a model is built or runs. `use_world` does so for what `collective_rpc` calls.
+while such a model is built or runs. `use_world` does so for what `collective_rpc` calls, and `take_place` for a program
+that is a rank itself, in all of its threads.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ class TensorParallel:
     `group` is their process group, None for torch.distributed's default group. With `world == 1` nothing is
     communicated; nor for "meta" tensors, of which only shapes matter. `one_shot`, if there is one, sums a few rows.
     `exchange`, if there is one, connects the rank to those of other copies of the engine that have other experts.
+    `cpu_group`, if there is one, is for tensors on the host.
     """
 
     rank: int = 0
@@ -40,6 +42,7 @@ class TensorParallel:
     group: dist.ProcessGroup | None = None
     one_shot: OneShot | None = field(default=None, repr=False, compare=False)
     exchange: Exchange | None = field(default=None, repr=False, compare=False)
+    cpu_group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.world < 1 or not 0 <= self.rank < self.world:
@@ -48,6 +51,21 @@ class TensorParallel:
     @property
     def is_first(self) -> bool:
         return self.rank == 0
+
+    @property
+    def rank_in_group(self) -> int:
+        return self.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.world
+
+    @property
+    def device_group(self) -> dist.ProcessGroup | None:
+        """The group for tensors on devices; None where torch.distributed has none."""
+        if self.group is None and self.world > 1 and dist.is_initialized():
+            return dist.group.WORLD
+        return self.group
 
     @property
     def experts(self) -> tuple[int, int]:
@@ -116,11 +134,15 @@ class PipelineRank:
 
 @dataclass(frozen=True, slots=True)
 class WorldRank:
-    """This worker's number among all `world_size` workers of its engine, and among those of its host."""
+    """This worker's number among all `world_size` workers of its engine, or, where it is a process that somebody else
+    has started, among all of these; and among those of its host. The groups are torch.distributed's, if there are any.
+    """
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
+    cpu_group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
+    device_group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
 
     @property
     def rank_in_group(self) -> int:
@@ -129,13 +151,25 @@ class WorldRank:
 
 SINGLE = TensorParallel()
 ONLY_ONE = WorldRank()
-_CURRENT: ContextVar[TensorParallel] = ContextVar("tensor_parallel", default=SINGLE)
-_WORLD: ContextVar[WorldRank] = ContextVar("world", default=ONLY_ONE)
+_CURRENT: ContextVar[TensorParallel] = ContextVar("tensor_parallel")
+_WORLD: ContextVar[WorldRank] = ContextVar("world")
+_PLACES = [(SINGLE, ONLY_ONE)]  # of this process; the last one counts
 
 
 def current_tensor_parallel() -> TensorParallel:
-    """What `use_tensor_parallel` named last in this context; a single rank outside of it."""
-    return _CURRENT.get()
+    """What `use_tensor_parallel` named last in this context; outside of it this process, mostly a single rank."""
+    return _CURRENT.get(_PLACES[-1][0])
+
+
+def take_place(tp: TensorParallel, world: WorldRank) -> Callable[[], None]:
+    """Make this process a rank outside of `use_tensor_parallel` and `use_world` too, until the result is called."""
+    place = (tp, world)
+    _PLACES.append(place)
+
+    def leave() -> None:
+        _PLACES[:] = [other for other in _PLACES if other is not place]
+
+    return leave
 
 
 @contextmanager
@@ -159,8 +193,8 @@ def use_world(world: WorldRank) -> Iterator[WorldRank]:
 
 
 def get_world_group() -> WorldRank:
-    """This worker among all of its engine, in what `collective_rpc` calls; a single one elsewhere."""
-    return _WORLD.get()
+    """This worker among all of its engine, in what `collective_rpc` calls; elsewhere this process, mostly alone."""
+    return _WORLD.get(_PLACES[-1][1])
 
 
 def get_tp_group() -> TensorParallel:

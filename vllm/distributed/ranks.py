@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vllm.distributed.exchange import Peers
-from vllm.distributed.parallel_state import SINGLE, TensorParallel
+from vllm.distributed.parallel_state import SINGLE, TensorParallel, WorldRank
 from vllm.distributed.pipeline import ONE_STAGE, Pipeline
 
 
@@ -71,7 +71,8 @@ class Ranks:
     """One worker among all. index: its number, `world` their count.   device: of the host's devices, its own.
 
     local: (number, count) among the workers of its host, which share its cores and its memory.
-    peers: on the first worker of a copy that shares experts.
+    peers: on the first worker of a copy that shares experts.   process: its place among all processes of the launcher
+    that has started it, which may make several engines.
     """
 
     tp: TensorParallel = SINGLE
@@ -81,6 +82,12 @@ class Ranks:
     device: int = 0
     local: tuple[int, int] = (0, 1)
     peers: Peers | None = None
+    process: WorldRank | None = None
+
+    @property
+    def place(self) -> WorldRank:
+        """What `get_world_group` says to those who call this worker."""
+        return self.process or WorldRank(self.index, self.world, self.local[0])
 
     @property
     def is_first(self) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.parallel_state import WorldRank, use_tensor_parallel, use_world
+from vllm.distributed.parallel_state import use_tensor_parallel, use_world
 from vllm.ipc import functions
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def callable_of(worker: Worker, method: Any) -> Callable[..., Any]:
 
 def _call(worker: Worker, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     ranks = worker.ranks
-    with use_tensor_parallel(ranks.tp), use_world(WorldRank(ranks.index, ranks.world, ranks.local[0])):
+    with use_tensor_parallel(ranks.tp), use_world(ranks.place):
         return function(*args, **kwargs)
 
 

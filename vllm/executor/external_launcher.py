@@ -1,7 +1,7 @@
 """Ranks that somebody else has started (`torchrun`): every one of them runs the same program and is its own driver.
 
-All ranks plan the same steps from the same requests. The first one samples, and tells the others what a step brought,
-so that they cannot come apart.
+Each `tensor_parallel_size` of them, in the order of their numbers, are one engine. Its ranks plan the same steps from
+the same requests. The first one samples, and tells the others what a step brought, so that they cannot come apart.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import functools
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from vllm import envs
-from vllm.distributed.parallel_state import TensorParallel
+from vllm.distributed.parallel_state import TensorParallel, WorldRank, take_place
 from vllm.distributed.ranks import Ranks
 from vllm.executor.calls import callable_of, worker_class
 from vllm.executor.uniproc import UniprocExecutor
@@ -52,7 +53,8 @@ def _join(backend: str) -> None:
 
 class ExternalLauncherExecutor(UniprocExecutor):
     """Executes plans as one of `tensor_parallel_size` processes that torchrun (or anything that sets RANK, WORLD_SIZE,
-    MASTER_ADDR and MASTER_PORT) has started.
+    MASTER_ADDR and MASTER_PORT) has started. If it has started a multiple of them, there are as many engines, which get
+    their own requests and know nothing of each other. While this lives, `vllm.distributed` says the process's ranks.
     """
 
     def __init__(self, config: VllmConfig) -> None:
@@ -67,40 +69,50 @@ class ExternalLauncherExecutor(UniprocExecutor):
         self._owns_group = not dist.is_initialized()
         if self._owns_group:
             _join("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-        rank, world = dist.get_rank(), dist.get_world_size()
-        if world != parallel.world_size:
+        rank, world, size = dist.get_rank(), dist.get_world_size(), parallel.world_size
+        if world % size:
             raise ValueError(
-                f"The launcher has started {world} processes, but tensor_parallel_size is "
-                f"{parallel.tensor_parallel_size}. Make them equal."
+                f"The launcher has started {world} processes, which is no multiple of tensor_parallel_size={size}: "
+                f"each {size} of them are one engine."
             )
-        self._results = dist.new_group(backend="gloo")  # what steps bring, on the host
+        everybody = dist.group.WORLD
+        shards = everybody if size == world else dist.new_subgroups(size)[0]
+        self._results, _ = dist.new_subgroups(size, backend="gloo")  # what steps bring, on the host
+        hosts = self._results if size == world else dist.new_group(backend="gloo")
+        self._groups = [group for group in (shards, self._results, hosts) if group is not everybody]
         count = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-        ranks = Ranks(TensorParallel(rank, world), index=rank, world=world, device=local, local=(local, count))
+        self._tp = TensorParallel(rank % size, size, shards, cpu_group=self._results)
+        process = WorldRank(rank, world, local, hosts, everybody)
+        ranks = Ranks(self._tp, index=rank % size, world=size, device=local, local=(local, count), process=process)
         worker = worker_class(config)(config, ranks)
         blocks = torch.tensor([worker.count_blocks()])
         dist.all_reduce(blocks, dist.ReduceOp.MIN, group=self._results)
-        self._start(worker, int(blocks.item()), 1)
+        alone = size == 1 and worker.context.is_async and config.overlap_steps
+        self._start(worker, int(blocks.item()), 2 if alone else 1)
+        self._leave = take_place(self._tp, process)
 
     def complete(self, step_id: int, masks: RowMasks | None) -> None:
         """Give the step submitted last the masks that it waits for."""
-        if dist.get_rank() == 0:
+        if self._tp.is_first:
             self.worker.complete(step_id, masks)
 
     def collect(self) -> StepResult:
         """The result of the oldest step in flight, which is the first rank's."""
         result = self._in_flight.popleft().result()
-        body = codec.encode(result) if dist.get_rank() == 0 else b""
+        if self._tp.world == 1:
+            return result
+        body = codec.encode(result) if self._tp.is_first else b""
         size = torch.tensor([len(body)])
-        dist.broadcast(size, 0, group=self._results)
+        dist.broadcast(size, group=self._results, group_src=0)
         data = torch.empty(int(size.item()), dtype=torch.uint8)
         if body:
             data.copy_(torch.from_numpy(np.frombuffer(bytearray(body), np.uint8)))
-        dist.broadcast(data, 0, group=self._results)
+        dist.broadcast(data, group=self._results, group_src=0)
         return result if body else _decode(data.numpy().tobytes())
 
     def prepare(self) -> bool:
-        """Nothing: ranks capture together, in the steps that they run."""
-        return False
+        """Let a worker without others capture graphs; ranks capture together, in the steps that they run."""
+        return self._tp.world == 1 and super().prepare()
 
     def collective_rpc(
         self,
@@ -113,8 +125,14 @@ class ExternalLauncherExecutor(UniprocExecutor):
         return [callable_of(self.worker, method)(*args, **(kwargs or {}))]
 
     def shutdown(self) -> None:
-        """Drop the model and the cache, and leave the group if this has joined it."""
+        """Drop the model and the cache, and leave the groups that this has joined."""
         had_worker = self._worker is not None
         super().shutdown()
-        if had_worker and self._owns_group and dist.is_initialized():
-            dist.destroy_process_group()
+        if not had_worker:
+            return
+        self._leave()
+        if not dist.is_initialized():
+            return
+        for group in [None] if self._owns_group else self._groups:
+            with suppress(ValueError):  # the program has made its groups anew meanwhile
+                dist.destroy_process_group(group)
