@@ -86,6 +86,7 @@ class EngineCore:
             executor.num_blocks,
             enable_prefix_caching=config.cache_config.enable_prefix_caching,
             policies=policies if self.adapters is None else [*policies, self.adapters.slots],
+            clock=getattr(executor, "clock", time.time),
             late_masks=executor.max_in_flight > 1,
             tier_blocks=executor.kv_layout.places_in(config.kv_offloading_bytes),
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ from vllm.distributed.ranks import Ranks
 from vllm.executor.calls import callable_of, worker_class
 from vllm.executor.uniproc import UniprocExecutor
 from vllm.ipc import codec
-from vllm.step.plan import RowMasks
+from vllm.step.plan import RowMasks, StepPlan
 from vllm.step.result import StepResult
 
 if TYPE_CHECKING:
@@ -89,7 +90,15 @@ class ExternalLauncherExecutor(UniprocExecutor):
         dist.all_reduce(blocks, dist.ReduceOp.MIN, group=self._results)
         alone = size == 1 and worker.context.is_async and config.overlap_steps
         self._start(worker, int(blocks.item()), 2 if alone else 1)
+        self._begun = self._worked = 0.0
+        # How large steps are depends on what others took: ranks that plan for themselves must not measure differently.
+        self.clock: Callable[[], float] = time.time if size == 1 else lambda: self._worked
         self._leave = take_place(self._tp, process)
+
+    def submit(self, plan: StepPlan) -> None:
+        """Start a step."""
+        self._begun = time.perf_counter()
+        super().submit(plan)
 
     def complete(self, step_id: int, masks: RowMasks | None) -> None:
         """Give the step submitted last the masks that it waits for."""
@@ -102,9 +111,11 @@ class ExternalLauncherExecutor(UniprocExecutor):
         if self._tp.world == 1:
             return result
         body = codec.encode(result) if self._tp.is_first else b""
-        size = torch.tensor([len(body)])
-        dist.broadcast(size, group=self._results, group_src=0)
-        data = torch.empty(int(size.item()), dtype=torch.uint8)
+        said = torch.tensor([len(body), time.perf_counter() - self._begun], dtype=torch.float64)
+        dist.broadcast(said, group=self._results, group_src=0)
+        size, seconds = said.tolist()
+        self._worked += seconds
+        data = torch.empty(int(size), dtype=torch.uint8)
         if body:
             data.copy_(torch.from_numpy(np.frombuffer(bytearray(body), np.uint8)))
         dist.broadcast(data, group=self._results, group_src=0)
