@@ -574,7 +574,7 @@ class Scheduler:
             self._starts.undo(request)
             return Verdict.SKIP if count <= 0 else Verdict.STOP
         if request.first_scheduled_time == 0.0:
-            request.first_scheduled_time = time.time()  # for who asks for it, whatever the clock is
+            request.first_scheduled_time = self._clock()
         self._slots.give(request)
         builder.enter(request)
         builder.take(request, count)

@@ -90,8 +90,11 @@ class ExternalLauncherExecutor(UniprocExecutor):
         dist.all_reduce(blocks, dist.ReduceOp.MIN, group=self._results)
         alone = size == 1 and worker.context.is_async and config.overlap_steps
         self._start(worker, int(blocks.item()), 2 if alone else 1)
-        self._begun = self._worked = 0.0
+        self._begun = 0.0
         # How large steps are depends on what others took: ranks that plan for themselves must not measure differently.
+        started = torch.tensor([time.time()], dtype=torch.float64)
+        dist.broadcast(started, group=self._results, group_src=0)
+        self._worked = float(started.item())  # and what the first rank's steps have taken since
         self.clock: Callable[[], float] = time.time if size == 1 else lambda: self._worked
         self._leave = take_place(self._tp, process)
 
