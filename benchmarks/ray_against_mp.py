@@ -2,7 +2,7 @@
 
     python -m benchmarks.ray_against_mp --tensor-parallel-size 2
 
-Needs Ray (`pip install 'vllm[ray]'`). Two engines, each in a process of its own, one of which starts a cluster on this
+Needs Ray (`pip install '.[ray]'`). Two engines, each in a process of its own, one of which starts a cluster on this
 host, take turns of about a second, so that what else happens on the host meets both: `--batches` of requests of 32
 tokens, `--tokens` out of each, `--turns` times. With GPUs, give each engine its own (`--devices 0,1:2,3`), or let both
 use the same ones, with caches so small that both fit (`--num-gpu-blocks-override`), and say `--model`; on the CPU a

@@ -1,6 +1,6 @@
 """Batch inference over a data set with Ray Data: copies of a model, each in an actor, answer batches of prompts.
 
-    pip install 'vllm[ray]'
+    pip install '.[ray]'
     python examples/offline_inference_distributed.py --model demo --copies 2
 
 The data set is read, divided and written by Ray, block by block, so that it may be larger than memory; copies that die

@@ -1,6 +1,6 @@
 """Batch inference with Ray Data's own processor for LLMs, which runs this engine in its actors.
 
-    pip install 'vllm[ray]'
+    pip install '.[ray]'
     python examples/ray_data_llm.py --model ./my-model --copies 2
 
 `ray.data.llm` applies the chat template, generates and joins the answers to the rows of a data set of any size; actors
@@ -12,12 +12,14 @@ import argparse
 import ray
 from ray.data.llm import build_processor, vLLMEngineProcessorConfig
 
+from vllm.config.model_source import is_local, resolve
+
 QUESTIONS = ["What is a cat?", "Name three colours.", "How far is the moon?", "Who wrote Faust?"]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="folder, or the name of a repository")
+    parser.add_argument("--model", required=True, help='folder, name of a repository, or "demo"')
     parser.add_argument("--copies", type=int, default=1, help="models that work side by side")
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--batch-size", type=int, default=8)
@@ -28,7 +30,7 @@ def main():
     ray.init()
     on_gpus = bool(ray.cluster_resources().get("GPU"))
     config = vLLMEngineProcessorConfig(
-        model_source=args.model,
+        model_source=str(resolve(args.model).resolve()) if is_local(args.model) else args.model,
         engine_kwargs={"max_model_len": args.max_model_len},
         concurrency=args.copies,
         batch_size=args.batch_size,

@@ -1,6 +1,6 @@
 """Servers that Ray Serve starts and ends as the load asks for, behind one address, with the OpenAI routes.
 
-    pip install 'vllm[ray]' 'ray[serve]'
+    pip install '.[ray]' 'ray[serve]'
     python examples/ray_serve.py --most 4 -- --model demo --max-model-len 512      # behind "--": flags of `vllm serve`
     curl localhost:8000/v1/completions -H 'Content-Type: application/json' \
         -d '{"model": "demo", "prompt": "Hello, my name is", "max_tokens": 16}'
@@ -94,8 +94,11 @@ def main():
     serve.start(http_options={"host": args.host, "port": args.port})
     serve.run(build({**vars(args), "flags": flags or ["--model", "demo"]}), route_prefix="/")
     print(f"Serving on http://{args.host}:{args.port}", flush=True)
-    while True:
-        time.sleep(3600)
+    try:
+        while True:
+            time.sleep(3600)
+    except KeyboardInterrupt:
+        serve.shutdown()
 
 
 if __name__ == "__main__":

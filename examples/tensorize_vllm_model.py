@@ -1,4 +1,4 @@
-"""Write a model in CoreWeave's tensorizer format, or try one (`pip install vllm[tensorizer]`).
+"""Write a model in CoreWeave's tensorizer format, or try one (`pip install '.[tensorizer]'`).
 
     python examples/tensorize_vllm_model.py --model facebook/opt-125m serialize \
         --serialized-directory s3://my-bucket --suffix v1

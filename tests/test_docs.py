@@ -55,6 +55,12 @@ def test_the_programs_of_a_page_run_one_after_the_other(name):
         assert "Paris" in out.getvalue() or "Madrid" in out.getvalue()
 
 
+def test_what_is_installed_is_this_tree_and_not_what_an_index_has_under_its_name():
+    pages = [ROOT / "README.md", *DOCS.glob("*.md"), *(ROOT / "examples").glob("*.*")]
+    for page in pages:
+        assert not re.search(r"pip install ['\"]?vllm\b", page.read_text()), page
+
+
 @pytest.fixture(scope="module")
 def demo_server() -> Iterator[Server]:
     with Server(Path("demo"), "--served-model-name", "demo") as running:

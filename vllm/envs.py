@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     VLLM_RPC_BASE_PATH: str
     VLLM_USE_MODELSCOPE: bool
     VLLM_INSTANCE_ID: str | None
+    VLLM_DP_SIZE: int
+    VLLM_DP_RANK: int
+    VLLM_DP_RANK_LOCAL: int
+    VLLM_DP_MASTER_IP: str
+    VLLM_DP_MASTER_PORT: int
     VLLM_RINGBUFFER_WARNING_INTERVAL: int
     CUDA_HOME: str | None
     VLLM_NCCL_SO_PATH: str | None
@@ -216,8 +221,13 @@ def _do_not_track() -> bool:
     return _flag("DO_NOT_TRACK", os.environ.get("DO_NOT_TRACK", "0"))
 
 
+def _copies_are_given(config: Any) -> str:
+    return "" if config.parallel_config.data_parallel_rank is not None else "data_parallel_size says how many copies"
+
+
 _AT_INSTALL = "only the native CPU library is compiled when this package is installed"
 _NO_STATS = "usage statistics are never sent"
+_SILENT_COPIES = "copies of the engine do not talk to each other"
 _NO_OPENVINO = "there is no OpenVINO backend"
 _NO_TPU = "there is no XLA backend"
 _NO_DYNAMO = "models are not compiled with TorchDynamo"
@@ -267,6 +277,22 @@ _TABLE = (
     EnvVar("VLLM_HOST_IP", _text, lambda: os.environ.get("HOST_IP", ""), "This node's address, for its peers."),
     EnvVar("VLLM_PORT", _port, None, "First port for traffic between processes (not the API server's port)."),
     EnvVar("VLLM_INSTANCE_ID", _text, None, "Name shared by all processes of one instance.", _ONE_HOST),
+    EnvVar(
+        "VLLM_DP_SIZE",
+        _positive,
+        1,
+        "data_parallel_size of programs that make an engine in each of several processes.",
+        idle=_copies_are_given,
+    ),
+    EnvVar("VLLM_DP_RANK", _not_negative, 0, "The data_parallel_rank that goes with VLLM_DP_SIZE."),
+    EnvVar(
+        "VLLM_DP_RANK_LOCAL",
+        _not_negative,
+        lambda: environment_variables["VLLM_DP_RANK"](),
+        "With VLLM_DP_SIZE, place of the process on its host: which of its GPUs are this engine's.",
+    ),
+    EnvVar("VLLM_DP_MASTER_IP", _text, "127.0.0.1", "Address of the first copy.", _SILENT_COPIES),
+    EnvVar("VLLM_DP_MASTER_PORT", _port, 0, "Port of the first copy.", _SILENT_COPIES),
     EnvVar(
         "VLLM_WORKER_MULTIPROC_METHOD",
         _one_of("spawn", "fork"),

@@ -303,6 +303,28 @@ def test_more_workers_than_devices_are_refused_or_left_to_ray(make: Any, monkeyp
     assert config.parallel_config.distributed_executor_backend == "ray"
 
 
+def test_programs_may_say_by_variables_which_copy_a_process_is(
+    make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("VLLM_DP_SIZE", "4")
+    monkeypatch.setenv("VLLM_DP_RANK", "3")
+    monkeypatch.setenv("VLLM_DP_MASTER_IP", "127.0.0.1")
+    parallel = make(tensor_parallel_size=2).parallel_config
+    assert (parallel.data_parallel_size, parallel.data_parallel_rank, parallel.local_replicas) == (4, 3, 1)
+    assert parallel.first_device == 6
+    monkeypatch.setenv("VLLM_DP_RANK_LOCAL", "1")  # two copies on each of two hosts
+    assert make(tensor_parallel_size=2).parallel_config.first_device == 2
+    with pytest.raises(ValueError, match=r"of this host's copy 1 \(VLLM_DP_RANK_LOCAL\) needs 4 CUDA devices"):
+        make(FakePlatform("cuda", True, count=3), tensor_parallel_size=2, distributed_executor_backend="mp")
+    with caplog.at_level(logging.INFO, "vllm"):
+        given = make(data_parallel_size=2).parallel_config
+    assert (given.data_parallel_rank, given.local_replicas, given.first_device) == (None, 2, 0)
+    assert "VLLM_DP_SIZE changes nothing here: data_parallel_size says how many copies" in caplog.text
+    monkeypatch.setenv("VLLM_DP_RANK", "4")
+    with pytest.raises(ValueError, match="data_parallel_rank=4 must be below data_parallel_size=4"):
+        make()
+
+
 def test_key_value_heads_must_divide_or_repeat(make: Any) -> None:
     config = make(tensor_parallel_size=6)  # 6 heads, 2 key/value heads: each is on three ranks
     assert config.model_config.get_num_kv_heads(config.parallel_config) == 1

@@ -117,6 +117,7 @@ def test_only_what_changes_is_unpacked(tmp_path, monkeypatch):
 def test_a_training_loop_updates_a_live_engine(llm, model_folder):  # noqa: F811
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     model = llm.llm_engine.model_executor.driver_worker.model_runner.model
+    assert llm.llm_engine.model_executor.driver_worker.worker.model_runner.model is model
     policy = hf.AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     old = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
     prompt = [50, 60, 70]

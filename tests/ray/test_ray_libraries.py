@@ -40,7 +40,7 @@ def run(*command: object, seconds: float = 250) -> str:
 
 def test_ray_datas_processor_runs_unchanged() -> None:
     """Chat template, tokens and sampling go through Ray's stages; the answers are those of `LLM`."""
-    printed = run("examples/ray_data_llm.py", "--model", DEMO, "--rows", 6, "--max-tokens", 6)
+    printed = run("examples/ray_data_llm.py", "--model", "demo", "--rows", 6, "--max-tokens", 6)
     llm, tokenizer = LLM(str(DEMO), max_model_len=512), AutoTokenizer.from_pretrained(DEMO)
     texts = [
         tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True)

@@ -137,6 +137,7 @@ class ParallelConfig:
     )
 
     replica: int = 0  # which of this server's engine copies a core is
+    first_copy: int = 0  # which of this host's engine copies replica 0 is, as VLLM_DP_RANK_LOCAL says
     meeting: str = ""  # the file by which copies that share experts find each other
     layer_partition: tuple[int, ...] = ()  # layers of each stage, as VLLM_PP_LAYER_PARTITION says; (): evenly
 
@@ -227,7 +228,7 @@ class ParallelConfig:
     @property
     def first_device(self) -> int:
         """The first of this host's devices that belongs to this copy of the engine."""
-        return self.replica * self.world_size
+        return (self.first_copy + self.replica) * self.world_size
 
     def layers_of(self, stage: int, num_layers: int) -> range:
         """The layers of a pipeline stage. Raises ValueError if the stages cannot share so many."""

@@ -220,11 +220,15 @@ def _device(args: dict[str, Any], why: dict[str, str]) -> str:
 
 
 def _parallel(args: dict[str, Any], platform: Platform, why: dict[str, str]) -> ParallelConfig:
+    first_copy = 0
+    if args["data_parallel_size"] == 1 and envs.VLLM_DP_SIZE > 1:
+        args |= {"data_parallel_size": envs.VLLM_DP_SIZE, "data_parallel_rank": envs.VLLM_DP_RANK}
+        first_copy = envs.VLLM_DP_RANK_LOCAL
     size: int = args["tensor_parallel_size"] * args["pipeline_parallel_size"]
     copies = (
         1 if args["data_parallel_rank"] is not None else args["data_parallel_size_local"] or args["data_parallel_size"]
     )
-    devices = size * copies
+    devices = size * (first_copy + copies)
     given = args["distributed_executor_backend"] or ("ray" if args["worker_use_ray"] else None)
     backend, reason = given or ("uni" if size == 1 else "mp"), f"{size} workers need a process each"
     if size == 1:
@@ -238,6 +242,8 @@ def _parallel(args: dict[str, Any], platform: Platform, why: dict[str, str]) -> 
             sizes += f" with pipeline_parallel_size={args['pipeline_parallel_size']}"
         if copies > 1:
             sizes += f" and {copies} engine copies (data_parallel_size)"
+        elif first_copy:
+            sizes += f" of this host's copy {first_copy} (VLLM_DP_RANK_LOCAL)"
         raise ValueError(
             f"{sizes} needs {devices} CUDA devices, but {platform.device_count()} can be seen. "
             "Check CUDA_VISIBLE_DEVICES, use a smaller tensor_parallel_size, or, for several hosts, pip install "
@@ -249,7 +255,8 @@ def _parallel(args: dict[str, Any], platform: Platform, why: dict[str, str]) -> 
     if partition and stages == 1:
         logger.info("VLLM_PP_LAYER_PARTITION changes nothing: there is one pipeline stage.")
         partition = ()
-    return build(ParallelConfig, args, distributed_executor_backend=backend, layer_partition=partition)
+    resolved = {"distributed_executor_backend": backend, "layer_partition": partition, "first_copy": first_copy}
+    return build(ParallelConfig, args, **resolved)
 
 
 def _wants_ray(platform: Platform, devices: int) -> str:

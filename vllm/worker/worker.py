@@ -508,6 +508,11 @@ class Worker:
     # -- for functions that are given the worker, under the names that vLLM's workers have ----------------------------
 
     @property
+    def worker(self) -> Worker:
+        """This one: vLLM's `driver_worker` is a wrapper, whose `worker` programs ask for."""
+        return self
+
+    @property
     def rank(self) -> int:
         """This worker's number, which is also its place in the results of `collective_rpc`."""
         return self.ranks.index
