@@ -6,7 +6,12 @@ import torch
 if not torch.cuda.is_available():
     collect_ignore_glob = ["test_*.py"]
 elif torch.cuda.device_count() < 2:
-    collect_ignore = ["test_one_shot.py", "test_pipeline_parallel.py", "test_tensor_parallel.py"]
+    collect_ignore = [
+        "test_one_shot.py",
+        "test_pipeline_parallel.py",
+        "test_tensor_parallel.py",
+        "test_trainer_group.py",
+    ]
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -52,14 +53,14 @@ class PyNcclCommunicator:
     def _run(self, tensor: Tensor, stream: Any, call: Any) -> None:
         if tensor.device.type != self.device.type:
             raise ValueError(f"The tensor is on {tensor.device}, and the communicator is for {self.device}.")
-        whole = tensor.contiguous()
+        on_device: Any = nullcontext()
         if self.device.type == "cuda":
-            with torch.cuda.device(self.device), torch.cuda.stream(stream or torch.cuda.current_stream(self.device)):
-                call(whole).wait()
-        else:
+            on_device = torch.cuda.stream(stream or torch.cuda.current_stream(self.device))
+        with on_device:
+            whole = tensor.contiguous()
             call(whole).wait()
-        if whole is not tensor:
-            tensor.copy_(whole)
+            if whole is not tensor:
+                tensor.copy_(whole)
 
 
 def _process_group(store: Store, rank: int, world: int, device: torch.device) -> Any:
