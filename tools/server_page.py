@@ -10,7 +10,8 @@ from vllm.utils.argparse import FlexibleArgumentParser
 _HEADER = """# Flags of the server
 
 `vllm serve MODEL [flags]`; the [engine arguments](engine_arguments.md) are flags, too. In a `--config` file write the
-name without dashes in front. Flags that name a feature of later versions end the start with a message that says so.
+name without dashes in front. A flag whose feature is not supported by this version ends the start with a message that
+says so.
 
 This page is generated: `python -m tools.server_page > docs/server_arguments.md`.
 

@@ -96,8 +96,9 @@ def test_what_cannot_share_experts_is_said() -> None:
         return ParallelConfig(data_parallel_size=2, enable_expert_parallel=True, **more)
 
     assert copies().shares_experts and not ParallelConfig(data_parallel_size=2).shares_experts
-    with pytest.raises(ValueError, match="leave out data_parallel_rank"):
-        copies(data_parallel_rank=1)
+    assert not copies(data_parallel_rank=1).shares_experts  # copies that are started one by one know of no others
+    with pytest.raises(ValueError, match="leave out data_parallel_size_local"):
+        copies(data_parallel_size_local=1)
     with pytest.raises(ValueError, match="use tensor_parallel_size in place of pipeline_parallel_size"):
         copies(pipeline_parallel_size=2, distributed_executor_backend="mp")
     with pytest.raises(ValueError, match="processes of one host: use 'mp' for"):

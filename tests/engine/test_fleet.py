@@ -313,6 +313,26 @@ async def test_a_stuck_core_is_given_up_by_itself() -> None:
     await bench.fleet.stop()
 
 
+async def test_a_core_that_gives_no_sign_of_life_gets_no_new_requests(caplog: pytest.LogCaptureFixture) -> None:
+    bench = await Bench().attach()
+    bench.made[0].stall = lambda: None  # type: ignore[method-assign]
+    bench.made[0].problem = "It is silent."
+    assert bench.fleet.stall() is None and bench.fleet.stall() is None
+    bench.fleet.add([request("a"), request("b"), request("c")])
+    assert bench.made[1].added == ["a", "b", "c"]
+    assert [(stats.engine, stats.alive) for stats in bench.stats[2:]] == [(0, False)]
+    assert caplog.text.count("Replica 0: It is silent. New requests go to others.") == 1
+    bench.made[1].problem = "So is this one."
+    bench.made[1].stall = lambda: None  # type: ignore[method-assign]
+    bench.fleet.stall()
+    bench.fleet.add([request("d"), request("e")])
+    assert bench.made[0].added == ["d", "e"]  # with the least to do: nobody is turned away
+    bench.made[0].problem = None
+    bench.fleet.stall()
+    bench.fleet.add([request("f")])
+    assert bench.made[0].added == ["d", "e", "f"] and bench.stats[-1].alive
+
+
 async def test_calls_reach_all_cores() -> None:
     bench = await Bench().attach()
     assert await bench.fleet.call("collective_rpc", "x") == [0, 1]

@@ -15,7 +15,11 @@ def _copies_are_silent(config: Any) -> str:
 
 def _nobody_to_share_experts(config: Any) -> str:
     parallel = config.parallel_config
-    return "" if parallel.tensor_parallel_size * parallel.data_parallel_size > 1 else "there is one device to a layer"
+    if parallel.tensor_parallel_size > 1 or parallel.shares_experts:
+        return ""
+    if parallel.data_parallel_size > 1:
+        return "copies that are started one by one (data_parallel_rank) share no experts, each has all of them"
+    return "there is one device to a layer"
 
 
 def _nobody_to_swap_experts(config: Any) -> str:
@@ -188,7 +192,7 @@ class ParallelConfig:
     def _check_shared_experts(self) -> None:
         why = None
         if self.local_replicas != self.data_parallel_size:
-            why = "all of them run behind one server: leave out data_parallel_rank and data_parallel_size_local"
+            why = "all of them run behind one server: leave out data_parallel_size_local"
         elif self.pipeline_parallel_size > 1:
             why = "a copy has one stage: use tensor_parallel_size in place of pipeline_parallel_size"
         elif self.distributed_executor_backend not in ("uni", "mp") or self.data_parallel_backend != "mp":
@@ -211,7 +215,7 @@ class ParallelConfig:
     @property
     def shares_experts(self) -> bool:
         """Whether experts are dealt out to the workers of all copies of the engine, which then step together."""
-        return self.enable_expert_parallel and self.data_parallel_size > 1
+        return self.enable_expert_parallel and self.data_parallel_size > 1 and self.data_parallel_rank is None
 
     @property
     def world_size(self) -> int:

@@ -119,7 +119,7 @@ def resolve(settings: Mapping[str, Any], usage: UsageContext = UsageContext.ENGI
         observability_config=build(ObservabilityConfig, args),
         lora_config=build(LoRAConfig, args) if args["enable_lora"] else None,
         prompt_adapter_config=build(PromptAdapterConfig, args) if args["enable_prompt_adapter"] else None,
-        compilation_config=_compilation(args, model, scheduler, device, why),
+        compilation_config=_compilation(args, parallel, model, scheduler, device, why),
         additional_config=args["additional_config"],
         explanation=why,
     )
@@ -224,6 +224,7 @@ def _parallel(args: dict[str, Any], platform: Platform, why: dict[str, str]) -> 
     if args["data_parallel_size"] == 1 and envs.VLLM_DP_SIZE > 1:
         args |= {"data_parallel_size": envs.VLLM_DP_SIZE, "data_parallel_rank": envs.VLLM_DP_RANK}
         first_copy = envs.VLLM_DP_RANK_LOCAL
+        _note(why, "data_parallel_rank", envs.VLLM_DP_RANK, False, f"VLLM_DP_RANK, of {envs.VLLM_DP_SIZE} copies")
     size: int = args["tensor_parallel_size"] * args["pipeline_parallel_size"]
     copies = (
         1 if args["data_parallel_rank"] is not None else args["data_parallel_size_local"] or args["data_parallel_size"]
@@ -499,7 +500,12 @@ def _scheduler(
 
 
 def _compilation(
-    args: dict[str, Any], model: ModelConfig, scheduler: SchedulerConfig, device: str, why: dict[str, str]
+    args: dict[str, Any],
+    parallel: ParallelConfig,
+    model: ModelConfig,
+    scheduler: SchedulerConfig,
+    device: str,
+    why: dict[str, str],
 ) -> CompilationConfig:
     given = read_compilation_config(args["compilation_config"])
     unused = [*(["level"] if given.get("level") else []), *compiler_keys(given)]
@@ -508,7 +514,7 @@ def _compilation(
     own_attention = model.attention_backend in (None, "TRITON_ATTN")
     use_graphs = device == "cuda" and not model.enforce_eager and given.get("use_cudagraph", True) and own_attention
     use_graphs = use_graphs and model.pooling is None
-    if args["enable_expert_parallel"] and args["data_parallel_size"] > 1:
+    if parallel.shares_experts:
         use_graphs = False  # a step's size is that of the largest of all copies, which differs from its own
     sizes: tuple[int, ...] = ()
     if use_graphs:

@@ -53,7 +53,7 @@ JUMP_SECONDS = 1.5e-5
 def scheduler_class(config: VllmConfig) -> type[Scheduler]:
     """The class that `scheduler_cls` names. Raises ValueError if it is no scheduler."""
     path = config.scheduler_config.scheduler_cls
-    found: Any = Scheduler if path in (None, DEFAULT_SCHEDULER_CLASS) else named(path)
+    found: Any = Scheduler if path in (None, DEFAULT_SCHEDULER_CLASS) else named(path, "scheduler_cls")
     if not isinstance(found, type) or not issubclass(found, Scheduler):
         raise ValueError(f"scheduler_cls must name a subclass of {DEFAULT_SCHEDULER_CLASS}, got {path!r}.")
     return found

@@ -555,8 +555,19 @@ def patience() -> tuple[float, float]:
     return float(envs.VLLM_ENGINE_ITERATION_TIMEOUT_S), float(envs.VLLM_HEALTH_TIMEOUT_S)
 
 
+def check_copies(config: VllmConfig, multiprocessing: bool) -> None:
+    """Raise ValueError if copies of the engine are asked for, which need processes, and there are to be none."""
+    copies = config.parallel_config.local_replicas
+    if copies > 1 and not multiprocessing:
+        raise ValueError(
+            f"data_parallel_size={copies} needs a process for each copy of the engine, which "
+            "--disable-frontend-multiprocessing forbids. Leave out one of the two."
+        )
+
+
 def make_core_client(config: VllmConfig, multiprocessing: bool) -> AsyncCoreClient:
     """A core that is not started yet, as a process or as a thread."""
+    check_copies(config, multiprocessing)
     stall, health = patience()
     copies = config.parallel_config.local_replicas
     if multiprocessing:
@@ -579,11 +590,6 @@ def make_core_client(config: VllmConfig, multiprocessing: bool) -> AsyncCoreClie
 
         kind = JoinedFleet if config.parallel_config.shares_experts else Fleet
         return kind(start, copies, config.cache_config.enable_prefix_caching)
-    if copies > 1:
-        raise ValueError(
-            f"data_parallel_size={copies} needs a process for each copy of the engine, which "
-            "--disable-frontend-multiprocessing forbids. Leave out one of the two."
-        )
 
     def make() -> Any:
         from vllm.engine.core import EngineCore

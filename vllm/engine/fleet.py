@@ -83,12 +83,16 @@ class PrefixMemory:
 
 @dataclass(slots=True)
 class _Replica:
-    """One copy.   base: what its predecessors have counted.   tokens: to be computed of prompts before their first."""
+    """One copy.   base: what its predecessors have counted.   tokens: to be computed of prompts before their first.
+
+    well: it lives, gives signs of it and finishes steps, as of the last look.
+    """
 
     index: int
     client: AsyncCoreClient
     prefixes: PrefixMemory
     alive: bool = True
+    well: bool = True
     held: dict[str, _Held] = field(default_factory=dict)
     tokens: int = 0
     stats: CoreStats = field(default_factory=CoreStats)
@@ -200,13 +204,33 @@ class Fleet:
         raise EngineDeadError(self._death or "No replica of the engine is well: " + "; ".join(problems))
 
     def stall(self) -> str | None:
-        """Give up copies that are stuck. The fleet as a whole never is."""
+        """Give up copies that are stuck; of those that may become so, others get what comes. The fleet never is."""
         for replica in self._replicas:
-            problem = replica.client.stall() if replica.alive else None
+            if not replica.alive:
+                continue
+            self._look_at(replica)
+            problem = replica.client.stall()
             if problem is not None:
                 replica.client.kill()
                 self._lose(replica, problem)
         return None
+
+    def _look_at(self, replica: _Replica) -> None:
+        """Note, and say, whether a copy is well."""
+        problem = ""
+        try:
+            replica.client.check_health()
+        except EngineDeadError as error:
+            problem = error.reason
+        if replica.well == (not problem):
+            return
+        replica.well = not problem
+        if problem:
+            logger.warning("Replica %d: %s New requests go to others.", replica.index, problem)
+        else:
+            logger.info("Replica %d is well again.", replica.index)
+        replica.stats = msgspec.structs.replace(replica.stats, alive=replica.well)
+        self._on_outputs([], replica.stats)
 
     def excuse(self) -> None:
         for replica in self._replicas:
@@ -258,6 +282,7 @@ class Fleet:
         alive = [replica for replica in self._replicas if replica.alive]
         if not alive:
             return None
+        alive = [replica for replica in alive if replica.well] or alive
         self._turn += 1  # of equals each has its turn
         length = len(held.message.prompt_token_ids)
         return min(alive, key=lambda r: (r.cost(length, held.units), (r.index + self._turn) % self._size))
@@ -298,6 +323,7 @@ class Fleet:
         replica.stats = stats = msgspec.structs.replace(
             stats,
             engine=replica.index,
+            alive=replica.well,
             prefix_cache_queries=stats.prefix_cache_queries + base.prefix_cache_queries,
             prefix_cache_hits=stats.prefix_cache_hits + base.prefix_cache_hits,
             num_preemptions=stats.num_preemptions + base.num_preemptions,
@@ -389,7 +415,7 @@ class Fleet:
                 replica.client = client
                 await self._listen(replica)
             for replica in lost:  # at once: those that belong together must hear of the same requests
-                replica.alive = True
+                replica.alive = replica.well = True
                 replica.stats = msgspec.structs.replace(replica.stats, alive=True)
                 self._on_outputs([], replica.stats)
             logger.info("Replica %s is back after %.1f s.", names, time.monotonic() - started)

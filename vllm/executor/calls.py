@@ -46,12 +46,12 @@ def worker_class(config: VllmConfig) -> type[Worker]:
     from vllm.worker.worker import Worker
 
     parallel = config.parallel_config
-    found: Any = Worker if parallel.worker_cls == "auto" else functions.named(parallel.worker_cls)
+    found: Any = Worker if parallel.worker_cls == "auto" else functions.named(parallel.worker_cls, "worker_cls")
     if not isinstance(found, type) or not issubclass(found, Worker):
         raise ValueError(f"worker_cls must name a subclass of vllm.worker.worker.Worker, got {parallel.worker_cls!r}.")
     if not parallel.worker_extension_cls:
         return found
-    extension: Any = functions.named(parallel.worker_extension_cls)
+    extension: Any = functions.named(parallel.worker_extension_cls, "worker_extension_cls")
     if not isinstance(extension, type):
         raise ValueError(f"worker_extension_cls must name a class, got {parallel.worker_extension_cls!r}.")
     taken = sorted(name for name in vars(extension) if not name.startswith("__") and hasattr(found, name))

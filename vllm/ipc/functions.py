@@ -48,17 +48,21 @@ def received(value: Any) -> Any:
     raise ValueError(f"A message holds a value of kind {value.code}, which is not read here.")
 
 
-def named(path: str) -> Any:
-    """The object called `path`, "module:name" or "module.name"; ValueError if there is none."""
+def named(path: str, argument: str = "") -> Any:
+    """The object called `path`, "module:name" or "module.name"; ValueError, which names the argument that has the path
+    for a value, if there is none."""
     module, _, name = path.partition(":") if ":" in path else path.rpartition(".")
     try:
+        if not module:
+            raise ValueError("it names no module.")
         found: Any = import_module(module)
         for part in name.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError, ValueError) as error:
+        given = f"{argument}={path!r}" if argument else repr(path)
         raise ValueError(
-            f"{path!r} cannot be imported: {error}. Expected the path of something that every process can import, "
-            "such as package.module.Name or package.module:Name."
+            f"{given} cannot be imported: {str(error).rstrip('.')}. Expected the path of something that every process "
+            "can import, such as package.module.Name or package.module:Name."
         ) from error
     return found
 

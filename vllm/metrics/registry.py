@@ -264,7 +264,8 @@ class EngineMetrics:
         info = GaugeMetricFamily(
             "vllm:cache_config_info", "Information of the LLMEngine CacheConfig", labels=[*names, *self._cache_info]
         )
-        info.add_metric([*values, *self._cache_info.values()], 1)
+        for labels, *_ in tables:
+            info.add_metric([*labels, *self._cache_info.values()], 1)
         yield info
         if self._max_loras:
             yield self._adapters(names)
@@ -290,7 +291,11 @@ class EngineMetrics:
         return list(self._gauges(counts.stats, index == 0)), list(self._counters(counts))
 
     def _gauges(self, stats: CoreStats, first: bool) -> Iterable[tuple[str, str, float]]:
-        yield "vllm:engine_alive", "1 while this copy of the engine serves, 0 until it is started again.", stats.alive
+        yield (
+            "vllm:engine_alive",
+            "1 while this copy of the engine serves; 0 while it gives no sign of life, or is started again.",
+            stats.alive,
+        )
         yield "vllm:num_requests_running", "Number of requests in model execution batches.", stats.num_running
         yield "vllm:num_requests_waiting", "Number of requests waiting to be processed.", stats.num_waiting
         yield "vllm:num_requests_swapped", "Number of requests swapped to CPU.", 0

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm import envs
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.engine.core_client import check_copies
 from vllm.entrypoints.openai.adapters import parse_lora_modules, served_prompt_adapters
 from vllm.entrypoints.openai.cli_args import make_arg_parser, parsing_of, validate_parsed_serve_args
 from vllm.exceptions import VLLMError
@@ -579,13 +580,18 @@ def make_front_ends(args: argparse.Namespace, listeners: list[socket.socket]) ->
     return engine, front_ends
 
 
-async def run_server(args: argparse.Namespace, build: AppBuilder = build_app) -> int:
-    """Serve until told to stop or until the engine dies; returns the exit status of the process."""
+def check_serve_args(args: argparse.Namespace) -> None:
+    """Raise for flags and files with which no server could be started."""
     from vllm.entrypoints.openai.front_ends import check_front_ends
 
     validate_parsed_serve_args(args)
     check_files(args)
     check_front_ends(args)
+
+
+async def run_server(args: argparse.Namespace, build: AppBuilder = build_app) -> int:
+    """Serve until told to stop or until the engine dies; returns the exit status of the process."""
+    check_serve_args(args)
     if args.api_server_count > 1 and build is not build_app:
         raise ValueError("--api-server-count: this server has one front end. Use `vllm serve` for several.")
     prepare_process()
@@ -733,8 +739,9 @@ def serve(args: argparse.Namespace, build: AppBuilder = build_app) -> int:
     """Run the server with the flags in `args`; returns the process's exit status."""
     try:
         if args.explain:
-            validate_parsed_serve_args(args)
+            check_serve_args(args)
             config = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
+            check_copies(config, not args.disable_frontend_multiprocessing)
             print(config.explain())
             return 0
         return run_event_loop(run_server(args, build))
