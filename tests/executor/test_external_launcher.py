@@ -40,7 +40,8 @@ rank = dist.get_rank()
 found = answers(llm, 4 + 2 * (rank // size))  # each engine gets other requests
 llm.llm_engine.model_executor.shutdown()
 places.append(place())
-Path(out, str(rank)).write_text(json.dumps({"answers": found, "places": places}))
+threads = [Path(task, "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+Path(out, str(rank)).write_text(json.dumps({"answers": found, "places": places, "threads": threads}))
 if own_group:
     dist.barrier()
     dist.destroy_process_group()
@@ -77,6 +78,8 @@ def test_every_engine_gives_the_answers_of_one_process(
         sharers = everybody[copy * size : (copy + 1) * size]
         here = [rank, processes, rank, index, size, everybody, everybody, sharers, sharers]
         assert found["places"] == [here, here, here, [0, 1, 0, 0, 1]]  # inside, in threads; none after its end
+        # of the program's own group, if there is one, alone
+        assert found["threads"].count("pt_gloo_runloop") == (2 if own_group else 0)
 
 
 def test_processes_that_do_not_make_whole_engines_are_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ the same requests. The first one samples, and tells the others what a step broug
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import os
 import time
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from vllm import envs
-from vllm.distributed.parallel_state import TensorParallel, WorldRank, take_place
+from vllm.distributed.parallel_state import SINGLE, TensorParallel, WorldRank, take_place
 from vllm.distributed.ranks import Ranks
 from vllm.executor.calls import callable_of, worker_class
 from vllm.executor.uniproc import UniprocExecutor
@@ -77,7 +78,9 @@ class ExternalLauncherExecutor(UniprocExecutor):
                 f"each {size} of them are one engine."
             )
         everybody = dist.group.WORLD
-        shards = everybody if size == world else dist.new_subgroups(size)[0]
+        # A group of the program's own may outlive this, and so may its threads, see `shutdown`.
+        shares = size == world and (self._owns_group or device == "cuda")
+        shards = everybody if shares else dist.new_subgroups(size)[0]
         self._results, _ = dist.new_subgroups(size, backend="gloo")  # what steps bring, on the host
         hosts = self._results if size == world else dist.new_group(backend="gloo")
         self._groups = [group for group in (shards, self._results, hosts) if group is not everybody]
@@ -139,14 +142,21 @@ class ExternalLauncherExecutor(UniprocExecutor):
         return [callable_of(self.worker, method)(*args, **(kwargs or {}))]
 
     def shutdown(self) -> None:
-        """Drop the model and the cache, and leave the groups that this has joined."""
+        """Drop the model and the cache, and leave the groups that this has joined.
+
+        Their threads end with the last reference to them. One that lived on could drop the tensors of a last step while
+        the interpreter ends, and would take the process with it.
+        """
         had_worker = self._worker is not None
         super().shutdown()
         if not had_worker:
             return
         self._leave()
-        if not dist.is_initialized():
-            return
-        for group in [None] if self._owns_group else self._groups:
-            with suppress(ValueError):  # the program has made its groups anew meanwhile
-                dist.destroy_process_group(group)
+        if dist.is_initialized():
+            for group in [None] if self._owns_group else self._groups:
+                with suppress(ValueError):  # the program has made its groups anew meanwhile
+                    dist.destroy_process_group(group)
+        self._groups.clear()
+        self._tp, self._leave = SINGLE, lambda: None
+        del self._results
+        gc.collect()  # modules, which know the groups, refer to each other
