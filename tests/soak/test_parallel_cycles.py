@@ -80,17 +80,16 @@ def test_ranks_of_one_host(folder: Path, experts: Path, sizes: dict[str, Any]) -
 LAUNCHED = """
 import os, sys, tempfile
 import psutil
-from tests.executor.configs import config_for, generate
+from tests.distributed.workload import engine
 from tests.soak.test_parallel_cycles import CYCLES, things
-from vllm.executor import create_executor
-from vllm.sampling_params import SamplingParams
-config = config_for(sys.argv[1], tensor_parallel_size=2, distributed_executor_backend="external_launcher")
+from vllm import SamplingParams
 found = []
 for _ in range(CYCLES):
-    executor = create_executor(config)
-    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-    assert len(generate(executor, config, [[5, 6, 7]], [params])[0]) == 4
-    executor.shutdown()
+    llm = engine(sys.argv[1], tensor_parallel_size=2, distributed_executor_backend="external_launcher")
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, detokenize=False)
+    outputs = llm.generate({"prompt_token_ids": [5, 6, 7]}, params, use_tqdm=False)
+    assert len(outputs[0].outputs[0].token_ids) == 4
+    llm.llm_engine.shutdown()
     found.append(things())
 assert all(now[:3] == found[0][:3] for now in found), found
 assert found[-1][3] <= found[1][3], [now[3] for now in found]

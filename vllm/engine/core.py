@@ -71,6 +71,12 @@ class EngineCore:
             from vllm.executor import create_executor
 
             executor = create_executor(config)
+        if getattr(executor, "must_be_led", False):
+            executor.shutdown()
+            raise ValueError(
+                "The ranks of an engine that a launcher has started must be asked the same in the same order, as LLM "
+                "and LLMEngine are by a program. AsyncLLMEngine is not: use distributed_executor_backend='mp' or 'ray'."
+            )
         loaded = time.perf_counter()
         self._executor = executor = Faults.from_env().around(executor)
         self._strict = envs.VLLM_STRICT
@@ -86,7 +92,6 @@ class EngineCore:
             executor.num_blocks,
             enable_prefix_caching=config.cache_config.enable_prefix_caching,
             policies=policies if self.adapters is None else [*policies, self.adapters.slots],
-            clock=getattr(executor, "clock", time.time),
             late_masks=executor.max_in_flight > 1,
             tier_blocks=executor.kv_layout.places_in(config.kv_offloading_bytes),
         )

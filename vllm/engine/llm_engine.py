@@ -27,6 +27,7 @@ from vllm.config import (
 from vllm.engine.adapters import LOADING, READY
 from vllm.engine.client import InprocClient
 from vllm.engine.input_processor import InputProcessor
+from vllm.engine.joint_core import core_for
 from vllm.engine.metrics import StatLoggers
 from vllm.engine.output_processor import AnyOutput, OutputProcessor
 from vllm.engine.processed import ProcessedRequest, RequestInput, packs
@@ -96,12 +97,7 @@ class LLMEngine:
         if not model.skip_tokenizer_init:
             tokenizer = load_tokenizer(model.tokenizer_path, model.tokenizer_mode, model.trust_remote_code)
         tokenizer_seconds = time.perf_counter() - started
-        core = None
-        if executor_class is not None:
-            from vllm.engine.core import EngineCore
-
-            core = EngineCore(vllm_config, executor_class(vllm_config))
-        self._client = InprocClient(vllm_config, core)
+        self._client = InprocClient(vllm_config, core_for(vllm_config, executor_class))
         described = self._client.describe()
         self.vllm_config = _with_blocks(vllm_config, described["num_blocks"])
         # Where nothing is kept between steps, prompts that are pooled to one row each travel together.

@@ -15,7 +15,7 @@ CPU_SECONDS_PER_TOKEN = 0.01
 
 class Executor(Protocol):
     """Runs plans in order. `num_blocks` includes the null block; at most `max_in_flight` plans may be uncollected, of a
-    pipeline one more. One with a `clock` () -> seconds says by which time steps are measured, in place of time.time.
+    pipeline one more.
     """
 
     kv_layout: KVLayout

@@ -1,37 +1,54 @@
 """Ranks that somebody else has started (`torchrun`): every one of them runs the same program and is its own driver.
 
-Each `tensor_parallel_size` of them, in the order of their numbers, are one engine. Its ranks plan the same steps from
-the same requests. The first one samples, and tells the others what a step brought, so that they cannot come apart.
+Each `tensor_parallel_size` of them, in the order of their numbers, are one engine. Its ranks are asked the same, but
+what they do depends on more than that (what steps took, when a grammar was compiled or an adapter read): so the first
+one decides everything, and tells the others, step by step, what to compute and what to answer. See `engine.joint_core`.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import os
-import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from struct import Struct
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from vllm import envs
-from vllm.distributed.parallel_state import TensorParallel, WorldRank, take_place
+from vllm.distributed.parallel_state import SINGLE, TensorParallel, WorldRank, take_place
 from vllm.distributed.ranks import Ranks
+from vllm.exceptions import EngineDeadError
+from vllm.executor import codec
 from vllm.executor.calls import callable_of, worker_class
 from vllm.executor.uniproc import UniprocExecutor
-from vllm.ipc import codec
-from vllm.step.plan import RowMasks, StepPlan
+from vllm.executor.worker_process import answer
+from vllm.ipc.codec import decoder, encode
+from vllm.step.plan import StepPlan
 from vllm.step.result import StepResult
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_decode: Callable[[bytes], StepResult] = codec.decoder(StepResult).decode
 _JOINED = itertools.count()
+_FIRST_BYTES = 4096  # most messages fit into them
+_LENGTH = Struct("<q")
+
+
+class Said(msgspec.Struct, array_like=True, tag="said"):
+    """What the first rank's core says to the front ends of the others."""
+
+    body: bytes
+
+
+_decode: Callable[[bytes], codec.Step | codec.Call | Said] = decoder(codec.Step | codec.Call | Said).decode
+_decode_result: Callable[[bytes], codec.Result] = decoder(codec.Result).decode
 
 
 @functools.cache
@@ -77,52 +94,81 @@ class ExternalLauncherExecutor(UniprocExecutor):
                 f"each {size} of them are one engine."
             )
         everybody = dist.group.WORLD
-        shards = everybody if size == world else dist.new_subgroups(size)[0]
-        self._results, _ = dist.new_subgroups(size, backend="gloo")  # what steps bring, on the host
-        hosts = self._results if size == world else dist.new_group(backend="gloo")
-        self._groups = [group for group in (shards, self._results, hosts) if group is not everybody]
+        # A group of the program's own may outlive this, and so may its threads, see `shutdown`.
+        shares = size == world and (self._owns_group or device == "cuda")
+        shards = everybody if shares else dist.new_subgroups(size)[0]
+        self._talk, _ = dist.new_subgroups(size, backend="gloo")  # of the ranks of an engine, on the host
+        hosts = self._talk if size == world else dist.new_group(backend="gloo")
+        self._groups = [group for group in (shards, self._talk, hosts) if group is not everybody]
         count = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-        self._tp = TensorParallel(rank % size, size, shards, cpu_group=self._results)
+        self._tp = TensorParallel(rank % size, size, shards, cpu_group=self._talk)
         process = WorldRank(rank, world, local, hosts, everybody)
         ranks = Ranks(self._tp, index=rank % size, world=size, device=local, local=(local, count), process=process)
         worker = worker_class(config)(config, ranks)
         blocks = torch.tensor([worker.count_blocks()])
-        dist.all_reduce(blocks, dist.ReduceOp.MIN, group=self._results)
+        dist.all_reduce(blocks, dist.ReduceOp.MIN, group=self._talk)
         alone = size == 1 and worker.context.is_async and config.overlap_steps
         self._start(worker, int(blocks.item()), 2 if alone else 1)
-        self._begun = 0.0
-        # How large steps are depends on what others took: ranks that plan for themselves must not measure differently.
-        started = torch.tensor([time.time()], dtype=torch.float64)
-        dist.broadcast(started, group=self._results, group_src=0)
-        self._worked = float(started.item())  # and what the first rank's steps have taken since
-        self.clock: Callable[[], float] = time.time if size == 1 else lambda: self._worked
         self._leave = take_place(self._tp, process)
 
-    def submit(self, plan: StepPlan) -> None:
-        """Start a step."""
-        self._begun = time.perf_counter()
-        super().submit(plan)
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank's core decides what all ranks of the engine do."""
+        return self._tp.is_first
 
-    def complete(self, step_id: int, masks: RowMasks | None) -> None:
-        """Give the step submitted last the masks that it waits for."""
-        if self._tp.is_first:
-            self.worker.complete(step_id, masks)
+    @property
+    def must_be_led(self) -> bool:
+        """Whether the engine has other ranks: its core must be a `JointCore`."""
+        return self._tp.world > 1
 
-    def collect(self) -> StepResult:
-        """The result of the oldest step in flight, which is the first rank's."""
-        result = self._in_flight.popleft().result()
-        if self._tp.world == 1:
-            return result
-        body = codec.encode(result) if self._tp.is_first else b""
-        said = torch.tensor([len(body), time.perf_counter() - self._begun], dtype=torch.float64)
-        dist.broadcast(said, group=self._results, group_src=0)
-        size, seconds = said.tolist()
-        self._worked += seconds
-        data = torch.empty(int(size), dtype=torch.uint8)
-        if body:
-            data.copy_(torch.from_numpy(np.frombuffer(bytearray(body), np.uint8)))
-        dist.broadcast(data, group=self._results, group_src=0)
-        return result if body else _decode(data.numpy().tobytes())
+    def of_all_ranks(self) -> JointExecutor:
+        """On the first rank, for the core: what executes plans on all."""
+        return JointExecutor(self)
+
+    def say(self, message: codec.Step | codec.Call | bytes) -> None:
+        """From the first rank to the others, which `follow`. Raises EngineDeadError if one is gone."""
+        self._share(encode(Said(message) if isinstance(message, bytes) else message), 0)
+
+    def follow(self) -> bytes:
+        """On the others: do what the first one says, until it says what is for this rank's front end."""
+        while True:
+            message = _decode(self._share(None, 0))
+            if isinstance(message, Said):
+                return message.body
+            if isinstance(message, codec.Call):
+                self.call(message)
+            else:
+                self.worker.follow(message.plan, None, 0)
+
+    def call(self, message: codec.Call) -> list[codec.Result]:
+        """Answer a call, as all ranks do, and hear all answers, by rank."""
+        own = encode(answer(self.worker, message))
+        answers = [self._share(own if rank == self._tp.rank else None, rank) for rank in range(self._tp.world)]
+        return [_decode_result(answer) for answer in answers]
+
+    def _share(self, body: bytes | None, sender: int) -> bytes:
+        """What the rank `sender` says to all, which gives `body`: a first message of one size, and the rest."""
+        first: np.ndarray = np.zeros(_FIRST_BYTES, np.uint8)
+        if body is not None:
+            first[: _LENGTH.size] = np.frombuffer(_LENGTH.pack(len(body)), np.uint8)
+            head = np.frombuffer(body[: _FIRST_BYTES - _LENGTH.size], np.uint8)
+            first[_LENGTH.size : _LENGTH.size + len(head)] = head
+        data = self._broadcast(first, sender)
+        (length,) = _LENGTH.unpack_from(data)
+        found = data[_LENGTH.size : _LENGTH.size + length]
+        if len(found) == length:
+            return found
+        rest: np.ndarray = np.zeros(length - len(found), np.uint8)
+        if body is not None:
+            rest[:] = np.frombuffer(body[len(found) :], np.uint8)
+        return found + self._broadcast(rest, sender)
+
+    def _broadcast(self, data: np.ndarray, sender: int) -> bytes:
+        try:
+            dist.broadcast(torch.from_numpy(data), group=self._talk, group_src=sender)
+        except RuntimeError as error:
+            raise EngineDeadError(f"A rank of this engine is gone: {error}") from error
+        return data.tobytes()
 
     def prepare(self) -> bool:
         """Let a worker without others capture graphs; ranks capture together, in the steps that they run."""
@@ -139,14 +185,87 @@ class ExternalLauncherExecutor(UniprocExecutor):
         return [callable_of(self.worker, method)(*args, **(kwargs or {}))]
 
     def shutdown(self) -> None:
-        """Drop the model and the cache, and leave the groups that this has joined."""
+        """Drop the model and the cache, and leave the groups that this has joined.
+
+        Their threads end with the last reference to them. One that lived on could drop the tensors of a last step while
+        the interpreter ends, and would take the process with it.
+        """
         had_worker = self._worker is not None
         super().shutdown()
         if not had_worker:
             return
         self._leave()
-        if not dist.is_initialized():
-            return
-        for group in [None] if self._owns_group else self._groups:
-            with suppress(ValueError):  # the program has made its groups anew meanwhile
-                dist.destroy_process_group(group)
+        if dist.is_initialized():
+            for group in [None] if self._owns_group else self._groups:
+                with suppress(ValueError):  # the program has made its groups anew meanwhile
+                    dist.destroy_process_group(group)
+        self._groups.clear()
+        self._tp, self._leave = SINGLE, lambda: None
+        del self._talk
+        gc.collect()  # modules, which know the groups, refer to each other
+
+
+class JointExecutor:
+    """What the first rank's core executes plans with: all ranks of its engine, which must be following.
+
+    Where one fails in the middle of something, they cannot be brought together again.
+    """
+
+    must_be_led = False
+
+    def __init__(self, own: ExternalLauncherExecutor) -> None:
+        self._own = own
+        self._broken: EngineDeadError | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def submit(self, plan: StepPlan) -> None:
+        """Start a step on all ranks."""
+        with self._whole():
+            self._own.say(codec.step_message(plan))
+            self._own.submit(plan)
+
+    def collect(self) -> StepResult:
+        """The result of the oldest step in flight."""
+        with self._whole():
+            return self._own.collect()
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of every rank's worker; results by rank. Raises RuntimeError if one failed."""
+        with self._whole():
+            call = codec.Call(0, method, list(args), dict(kwargs or {}))
+            self._own.say(call)
+            answers = self._own.call(call)
+        for rank, found in enumerate(answers):
+            if found.error is not None:
+                raise RuntimeError(f"Rank {rank}: {found.error}")
+        return [found.value for found in answers]
+
+    def check_health(self) -> None:
+        """Raises EngineDeadError if the ranks do not work together any more."""
+        if self._broken is not None:
+            raise self._broken
+        self._own.check_health()
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Inside, what fails ends the executor."""
+        if self._broken is not None:
+            raise self._broken
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, EngineDeadError):
+                self._broken = EngineDeadError(f"A step failed: {type(error).__name__}: {error}")
+            else:
+                self._broken = error
+            if isinstance(error, Exception):
+                raise self._broken from error
+            raise

@@ -55,7 +55,7 @@ class Rank:
                 case codec.Step():
                     self._ready_worker().follow(message.plan, message.known, message.told)
                 case codec.Call():
-                    self._send(self._call(message))
+                    self._send(answer(self._ready_worker(), message))
                 case codec.Begin():
                     self._begin(message)
                 case codec.Start():
@@ -85,16 +85,17 @@ class Rank:
         self._worker = worker_class(config)(config, ranks, compiling)
         self._send(codec.Ready(self._worker.count_blocks()))
 
-    def _call(self, message: codec.Call) -> codec.Result:
-        """An error of the method is its answer, not the end of this rank."""
-        try:
-            method = callable_of(self._ready_worker(), message.method)
-            value = method(*functions.received(message.args), **functions.received(message.kwargs))
-            result = codec.Result(message.call_id, value)
-            codec.frame(result)  # fails here if the value cannot travel
-        except Exception as error:
-            return codec.Result(message.call_id, error=f"{type(error).__name__}: {error}")
-        return result
+
+def answer(worker: Worker, message: codec.Call) -> codec.Result:
+    """What a worker answers to a call. An error of the method is its answer, not the end of this rank."""
+    try:
+        method = callable_of(worker, message.method)
+        value = method(*functions.received(message.args), **functions.received(message.kwargs))
+        result = codec.Result(message.call_id, value)
+        codec.frame(result)  # fails here if the value cannot travel
+    except Exception as error:
+        return codec.Result(message.call_id, error=f"{type(error).__name__}: {error}")
+    return result
 
 
 def main() -> None:
