@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,23 @@ def test_a_pipeline_works_on_several_steps_and_ends_with_a_stage(tmp_path: Path)
     assert time.monotonic() - started < 5
     executor.shutdown()
     assert not is_running(pid)
+
+
+def test_of_several_ranks_that_end_the_one_that_was_killed_is_named(tmp_path: Path) -> None:
+    """The rank that shares its layers fails, too, and may be heard first."""
+    config = config_for(save_llama(tmp_path, num_hidden_layers=2, intermediate_size=76), max_num_batched_tokens=64,
+                        tensor_parallel_size=2, pipeline_parallel_size=2)  # fmt: skip
+    executor = create_executor(config)
+    assert isinstance(executor, MultiprocExecutor)
+    pid = executor._ranks[-1].pid
+    killer = threading.Timer(0.2, os.kill, (pid, signal.SIGKILL))
+    killer.start()
+    params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+    with pytest.raises(EngineDeadError, match=rf"Rank 3 \(pid {pid}\) was killed by signal 9"):
+        while True:
+            generate(executor, config, [[5, 6, 7]] * 8, [params] * 8)
+    killer.join()
+    executor.shutdown()
 
 
 def test_a_prompt_that_is_too_long_for_one_rank_fits_into_several(tmp_path: Path) -> None:

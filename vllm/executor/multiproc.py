@@ -58,6 +58,10 @@ class RankProcess(RankLink):
     def is_alive(self) -> bool:
         return self.process.poll() is None
 
+    @property
+    def was_killed(self) -> bool:
+        return (self.process.poll() or 0) < 0
+
     def _end_of_process(self) -> str:
         try:
             status = self.process.wait(DEATH_NOTICE_S)
@@ -307,19 +311,26 @@ class MultiprocExecutor:
     def _break(self, error: Exception) -> EngineDeadError:
         """Give up: after half a step the ranks cannot be brought together again."""
         if self._broken is None:
-            self._broken = error if isinstance(error, EngineDeadError) else self._cause(error)
+            self._broken = self._cause(error)
             logger.error("The ranks are stopped: %s", self._broken)
             self._others.end()
         return self._broken
 
     def _cause(self, error: Exception) -> EngineDeadError:
-        """If a rank is gone, that is the reason; a failed collective operation is only how it shows."""
-        deadline = time.monotonic() + DEATH_NOTICE_S
-        while time.monotonic() < deadline:
-            for rank in self._ranks:
-                if not rank.is_alive:
-                    return rank.death()
+        """If a rank is gone, that is the reason; a failed collective operation, here or in another rank, is only how it
+        shows.
+        """
+        said = isinstance(error, EngineDeadError)
+        deadline = time.monotonic() + (0.0 if said else DEATH_NOTICE_S)
+        while True:
+            dead = sorted((rank for rank in self._ranks if not rank.is_alive), key=lambda rank: not rank.was_killed)
+            if dead and (dead[0].was_killed or not said):
+                return dead[0].death()
+            if time.monotonic() >= deadline:
+                break
             time.sleep(0.01)
+        if isinstance(error, EngineDeadError):
+            return error
         return EngineDeadError(f"A step failed: {type(error).__name__}: {error}")
 
     def agree(self, tokens: int, busy: bool, calls: int) -> tuple[int, bool]:

@@ -40,6 +40,11 @@ class RankLink(ABC):
     def is_alive(self) -> bool:
         """Whether it has not ended, as far as can be said without waiting."""
 
+    @property
+    def was_killed(self) -> bool:
+        """Whether it is known that a signal has ended it."""
+        return False
+
     @abstractmethod
     def _end_of_process(self) -> str:
         """How its process ended, as the end of a sentence that begins with its name."""
