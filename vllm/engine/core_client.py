@@ -130,7 +130,7 @@ class CorePeer:
         await connect(lambda: _Connection(self), sock=connection)
 
     def add(self, requests: list[CoreRequest]) -> None:
-        self._send(wire.AddRequests(requests, bool(requests) and requests[0].is_of_several_prompts))
+        self._send(wire.AddRequests(requests))
 
     def abort(self, request_ids: list[str]) -> None:
         if self._death is None:

@@ -7,21 +7,44 @@ from typing import Any
 import msgspec
 
 from vllm.ipc import frames
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import SamplingParams
 from vllm.step.messages import CoreOutput, CoreRequest, CoreStats
+from vllm.structured_output.spec import GrammarSpec
 
 
 class AddRequests(msgspec.Struct, tag="add", gc=False):
-    """Queue these requests. beside: they are some of many prompts of one call, for which nobody else shall wait."""
+    """Queue these requests."""
 
     requests: list[CoreRequest]
-    beside: bool = False
 
 
 class Added(msgspec.Struct, tag="add", gc=False):
-    """`AddRequests` as the core reads it: each request by itself, with `decode_request`, when its turn comes."""
+    """`AddRequests` as the core reads it: each request by itself, with `decode_unread`."""
 
     requests: list[msgspec.Raw]
-    beside: bool = False
+
+
+class UnreadRequest(CoreRequest, array_like=True, omit_defaults=True, gc=False):
+    """A request of which only what is short was read; `unread.Reader` reads the rest when its turn comes."""
+
+    prompt_token_ids: msgspec.Raw  # type: ignore[assignment]
+    params: msgspec.Raw  # type: ignore[assignment]
+    grammar: msgspec.Raw = msgspec.Raw(b"\xc0")  # type: ignore[assignment]  # None
+
+
+class _CheckedSampling(SamplingParams, tag="sampling", omit_defaults=True, dict=True):
+    """As the front end has checked them: that takes milliseconds where there are many values."""
+
+    def __post_init__(self) -> None:
+        pass
+
+
+class _CheckedPooling(PoolingParams, tag="pooling", omit_defaults=True):
+    """The same."""
+
+    def __post_init__(self) -> None:
+        pass
 
 
 class Abort(msgspec.Struct, tag="abort", gc=False):
@@ -106,7 +129,10 @@ def name_of(request: msgspec.Raw) -> str:
 
 
 decode_to_core = msgspec.msgpack.Decoder(Added | Abort | Call | Stop).decode
-decode_request = msgspec.msgpack.Decoder(CoreRequest).decode
+decode_unread = msgspec.msgpack.Decoder(UnreadRequest).decode
+decode_token_ids = msgspec.msgpack.Decoder(list[int]).decode
+decode_params = msgspec.msgpack.Decoder(_CheckedSampling | _CheckedPooling).decode
+decode_grammar = msgspec.msgpack.Decoder(GrammarSpec | None).decode
 decode_from_core = msgspec.msgpack.Decoder(FromCore).decode
 
 

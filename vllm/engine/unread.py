@@ -1,0 +1,124 @@
+"""What front ends have sent and the core has not read yet: whose turn it is, and how a request is read then."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from vllm.engine.wire import UnreadRequest, decode_grammar, decode_params, decode_token_ids
+from vllm.step.messages import CoreRequest
+
+MAX_COMMON = 16  # accounts whose parameters are kept
+
+
+class _Behind:
+    """Something to be handed out after what its owner had here before."""
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+
+class Unread:
+    """Requests of several owners, in rounds over accounts: each turn is the next request of the next account, so that
+    one waits for as many as there are accounts, whatever these have here. One without an account is by itself.
+    """
+
+    def __init__(self) -> None:
+        # whose turn it is -> its requests by name
+        self._lines: OrderedDict[tuple[str, ...], OrderedDict[str, Any]] = OrderedDict()
+        # by owner, in the order in which they have come: names of requests, with their lines, and what is behind them
+        self._owned: dict[str, OrderedDict[str | _Behind, tuple[str, ...]]] = {}
+        self._due: deque[tuple[str, Any]] = deque()  # was behind something that is gone
+        self._size = 0
+
+    def __len__(self) -> int:
+        """How many requests there are."""
+        return self._size
+
+    def __bool__(self) -> bool:
+        return bool(self._lines or self._due)
+
+    def add(self, owner: str, name: str, account: str | None, content: Any) -> bool:
+        """A request has come; False if the owner has one of this name here already."""
+        owned = self._owned.setdefault(owner, OrderedDict())
+        if name in owned:
+            return False
+        line = (owner, account) if account is not None else (owner, "", name)
+        self._lines.setdefault(line, OrderedDict())[name] = content
+        owned[name] = line
+        self._size += 1
+        return True
+
+    def put_behind(self, owner: str, content: Any) -> None:
+        """Hand this out when all that the owner has here has been read, or is not wanted any more."""
+        if owner in self._owned:
+            self._owned[owner][_Behind(content)] = ()
+        else:
+            self._due.append((owner, content))
+
+    def take(self) -> tuple[str, Any] | None:
+        """Whose turn it is, and what has come from there; None if nothing is left."""
+        if self._due:
+            return self._due.popleft()
+        if not self._lines:
+            return None
+        key, line = next(iter(self._lines.items()))
+        self._lines.move_to_end(key)
+        owner, name = key[0], next(iter(line))
+        return owner, self._remove(owner, name)
+
+    def discard(self, owner: str, names: Iterable[str]) -> None:
+        """These requests are not wanted any more; others may be among them."""
+        for name in names:
+            if name in self._owned.get(owner, ()):
+                self._remove(owner, name)
+
+    def forget(self, owner: str) -> None:
+        """Nothing of this owner is wanted any more."""
+        self.discard(owner, [name for name in self._owned.get(owner, ()) if isinstance(name, str)])
+        self._due = deque(due for due in self._due if due[0] != owner)
+
+    def _remove(self, owner: str, name: str) -> Any:
+        owned = self._owned[owner]
+        key = owned.pop(name)
+        line = self._lines[key]
+        content = line.pop(name)
+        self._size -= 1
+        if not line:
+            del self._lines[key]
+        while owned and isinstance(first := next(iter(owned)), _Behind):
+            del owned[first]
+            self._due.append((owner, first.content))
+        if not owned:
+            del self._owned[owner]
+        return content
+
+
+class Reader:
+    """Reads requests. Parameters and grammar that all of an account have alike are read once."""
+
+    def __init__(self) -> None:
+        self._common: OrderedDict[str, tuple[UnreadRequest, CoreRequest]] = OrderedDict()  # the newest of an account
+
+    def read(self, request: UnreadRequest) -> CoreRequest:
+        """Raises msgspec.DecodeError or UnicodeDecodeError."""
+        unread, known = self._common.get(request.account or "", (None, None))
+        values = msgspec.structs.asdict(request)
+        values["prompt_token_ids"] = decode_token_ids(request.prompt_token_ids)
+        for name, decode in (("params", decode_params), ("grammar", decode_grammar)):
+            raw = getattr(request, name)
+            values[name] = getattr(known, name) if raw == getattr(unread, name, None) else decode(raw)
+        made = CoreRequest(**values)
+        if request.account is not None:
+            self._common[request.account] = request, made
+            self._common.move_to_end(request.account)
+            if len(self._common) > MAX_COMMON:
+                self._common.popitem(last=False)
+        return made
+
+    def clear(self) -> None:
+        """Keep nothing."""
+        self._common.clear()
