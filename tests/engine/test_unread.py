@@ -6,12 +6,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from vllm.engine import unread, wire
-from vllm.engine.unread import MAX_COMMON, Reader, Unread
+from vllm.engine import wire
+from vllm.engine.unread import Common, Unread, look_at, read
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.step.messages import CoreRequest
@@ -110,12 +110,23 @@ def test_a_request_by_itself_waits_for_one_of_each_account() -> None:
     assert [found.take()[1] for _ in range(3)] == ["b0", "a1", "alone"]  # type: ignore[index]
 
 
-def unread_of(request: CoreRequest) -> wire.UnreadRequest:
-    return wire.decode_unread(msgspec.msgpack.encode(request))
-
-
 def core_request(params: Any, account: str | None = None, grammar: GrammarSpec | None = None) -> CoreRequest:
     return CoreRequest("r", [5, 6], params, 3, account=account, grammar=grammar, lends=True)
+
+
+class Wire:
+    """Both ends of it."""
+
+    def __init__(self) -> None:
+        self.sharing, self.common = wire.Sharing(), dict[int, Common]()
+        self.sent = 0  # parameters and grammars
+
+    def over(self, *requests: CoreRequest) -> list[wire.UnreadRequest]:
+        added = wire.decode_to_core(msgspec.msgpack.encode(self.sharing.message(list(requests))))
+        assert isinstance(added, wire.Added)
+        self.sent += len(added.common)
+        self.common.update((number, Common(raw)) for number, raw in added.common)
+        return [look_at(raw, self.common) for raw in added.requests]
 
 
 @pytest.mark.parametrize(
@@ -127,30 +138,40 @@ def core_request(params: Any, account: str | None = None, grammar: GrammarSpec |
     ],
 )
 @pytest.mark.parametrize("grammar", [None, GrammarSpec("regex", "a+", "xgrammar")])
-def test_what_is_read_is_what_was_sent(params: Any, grammar: GrammarSpec | None) -> None:
-    sent = core_request(params, "a", grammar)
-    read = Reader().read(unread_of(sent))
-    assert isinstance(read.params, type(params))
-    assert msgspec.to_builtins(read) == msgspec.to_builtins(sent)
+@pytest.mark.parametrize("account", [None, "a"])
+def test_what_is_read_is_what_was_sent(params: Any, grammar: GrammarSpec | None, account: str | None) -> None:
+    sent = core_request(params, account, grammar)
+    (found,) = Wire().over(sent)
+    found = read(found)
+    assert isinstance(found.params, type(params)) and sent.params is params
+    assert msgspec.to_builtins(found) == msgspec.to_builtins(sent)
 
 
-def test_what_an_account_has_in_common_is_read_once_and_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    reader, grammar = Reader(), GrammarSpec("regex", "a+", "xgrammar")
-    sent = [unread_of(core_request(SamplingParams(max_tokens=i // 3 + 1), "a", grammar)) for i in range(6)]
-    others = [unread_of(core_request(SamplingParams(), f"{i}")) for i in range(MAX_COMMON)]
-    decoded = []
-
-    def decode(raw: msgspec.Raw) -> Any:
-        decoded.append(raw)
-        return wire.decode_params(raw)
-
-    monkeypatch.setattr(unread, "decode_params", decode)
+def test_what_requests_have_in_common_is_sent_and_read_once_and_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    both, params, grammar = Wire(), SamplingParams(max_tokens=7), GrammarSpec("regex", "a+", "xgrammar")
     monkeypatch.setattr(SamplingParams, "verify", lambda self: pytest.fail("checked again"))
-    read = [reader.read(request) for request in sent]
-    assert len(decoded) == 2 and len({id(r.grammar) for r in read}) == 1
-    assert [r.params.max_tokens for r in read] == [1, 1, 1, 2, 2, 2]  # type: ignore[union-attr]
-    for request in others:
-        reader.read(request)
-    assert len(reader._common) == MAX_COMMON and reader.read(sent[5]).params is not read[5].params
-    reader.clear()
-    assert not reader._common
+    found = [read(x) for _ in range(3) for x in both.over(*[core_request(params, "a", grammar)] * 4)]
+    assert both.sent == 2
+    assert len({id(request.params) for request in found}) == len({id(request.grammar) for request in found}) == 1
+    both.over(core_request(params), core_request(params))
+    assert both.sent == 2, "who is alone has nothing in common"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 3 * wire.MAX_SHARED), max_size=3 * wire.MAX_SHARED), max_size=6), st.booleans())
+def test_numbers_mean_the_same_at_both_ends(messages: list[list[int]], fails: bool) -> None:
+    all_params = [SamplingParams(max_tokens=i + 1) for i in range(3 * wire.MAX_SHARED + 1)]
+    both, waiting = Wire(), list[tuple[int, wire.UnreadRequest]]()
+    for message in messages:
+        if fails:
+            with pytest.raises(TypeError):
+                both.sharing.message([core_request(all_params[0], "a"), core_request(object(), "a")])
+        waiting += zip(message, both.over(*(core_request(all_params[i], "a") for i in message)), strict=True)
+    assert [read(request).params.max_tokens for _, request in waiting] == [i + 1 for i, _ in waiting]  # type: ignore[union-attr]
+    assert len(both.common) <= wire.MAX_SHARED
+
+
+def test_a_number_that_nobody_knows_is_an_error() -> None:
+    sent = wire.Sharing().message([core_request(SamplingParams(), "a")])
+    with pytest.raises(msgspec.ValidationError, match=r"number 0 .*params"):
+        look_at(msgspec.Raw(msgspec.msgpack.encode(sent.requests[0])), {})

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msgspec
 
 from vllm.engine import wire
-from vllm.engine.unread import Reader, Unread
+from vllm.engine.unread import Common, Unread, look_at, read
 from vllm.faults import Faults
 from vllm.ipc.child import end_with_parent
 from vllm.ipc.frames import FrameReader, read_frames, receive_frames
@@ -84,8 +84,9 @@ class Peer:
     prefix: what the core's names for its requests begin with; "" if there are no other front ends.
     held: outputs that were not sent yet, by request.   singly: requests that want each token by itself
     (`stream_interval`).   whole: requests of which nobody looks at a part.   told: when it was last told of outputs.
-    missed: prompt tokens, generated tokens and steps since its last statistics, of which others
-    were told.   stale: others were told something since then.   gone: nothing more can be sent.
+    missed: prompt tokens, generated tokens and steps since its last statistics, of which others were told.   stale:
+    others were told something since then.   gone: nothing more can be sent.   common: what its next requests may name
+    by number.
     """
 
     def __init__(self, connection: socket.socket, prefix: str = "", patience: float | None = None) -> None:
@@ -93,6 +94,7 @@ class Peer:
         self.connection, self.prefix = connection, prefix
         self.frames = FrameReader()
         self.held: dict[str, CoreOutput] = {}
+        self.common: dict[int, Common] = {}
         self.singly: set[str] = set()
         self.whole: set[str] = set()
         self.told = 0.0
@@ -192,7 +194,7 @@ class CoreServer:
         self._readable = select.poll()
         for number in self._peers:
             self._readable.register(number, select.POLLIN)
-        self._unread, self._reader = Unread(), Reader()
+        self._unread = Unread()
         self._steps = 0  # since the last statistics
         self._heart = Heart()
         self._stopping = False
@@ -213,7 +215,6 @@ class CoreServer:
             busy = core.has_work() or bool(self._unread)
             self._heart.beat(busy)
             if not busy:
-                self._reader.clear()
                 self._send_held()
                 self._tell_bystanders()
             self._take_in(0.0 if busy else PREPARE_SECONDS if prepares else IDLE_CHECK_SECONDS)
@@ -356,6 +357,7 @@ class CoreServer:
                 return
             if isinstance(message, wire.Added):
                 self._core.add_requests([])
+                peer.common.update((number, Common(raw)) for number, raw in message.common)
                 for request in message.requests:
                     self._look_at(peer, request)
             elif isinstance(message, wire.Call):
@@ -366,7 +368,7 @@ class CoreServer:
     def _look_at(self, peer: Peer, raw: msgspec.Raw) -> None:
         """A request has come."""
         try:
-            request = wire.decode_unread(raw)
+            request = look_at(raw, peer.common)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             name = wire.name_of(raw)
             if name:
@@ -392,7 +394,7 @@ class CoreServer:
         """Queue a request of a front end, which is told at once if it cannot be served."""
         name = unread.request_id
         try:
-            request = self._reader.read(unread)
+            request = read(unread)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             self._refuse(peer, name, error)
             return

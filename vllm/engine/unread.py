@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
 
-from vllm.engine.wire import UnreadRequest, decode_grammar, decode_params, decode_token_ids
+from vllm.engine import wire
 from vllm.step.messages import CoreRequest
-
-MAX_COMMON = 16  # accounts whose parameters are kept
 
 
 class _Behind:
@@ -97,28 +95,44 @@ class Unread:
         return content
 
 
-class Reader:
-    """Reads requests. Parameters and grammar that all of an account have alike are read once."""
+class Common:
+    """What several requests have as their parameters or grammar. It is read once, when the first of them is."""
 
-    def __init__(self) -> None:
-        self._common: OrderedDict[str, tuple[UnreadRequest, CoreRequest]] = OrderedDict()  # the newest of an account
+    def __init__(self, raw: msgspec.Raw) -> None:
+        self._raw, self._value, self._is_read = raw, None, False
 
-    def read(self, request: UnreadRequest) -> CoreRequest:
-        """Raises msgspec.DecodeError or UnicodeDecodeError."""
-        unread, known = self._common.get(request.account or "", (None, None))
-        values = msgspec.structs.asdict(request)
-        values["prompt_token_ids"] = decode_token_ids(request.prompt_token_ids)
-        for name, decode in (("params", decode_params), ("grammar", decode_grammar)):
-            raw = getattr(request, name)
-            values[name] = getattr(known, name) if raw == getattr(unread, name, None) else decode(raw)
-        made = CoreRequest(**values)
-        if request.account is not None:
-            self._common[request.account] = request, made
-            self._common.move_to_end(request.account)
-            if len(self._common) > MAX_COMMON:
-                self._common.popitem(last=False)
-        return made
+    def read(self, decode: Callable[[msgspec.Raw], Any]) -> Any:
+        if not self._is_read:
+            self._value, self._is_read = decode(self._raw), True
+        return self._value
 
-    def clear(self) -> None:
-        """Keep nothing."""
-        self._common.clear()
+
+def look_at(raw: msgspec.Raw, common: Mapping[int, Common]) -> wire.UnreadRequest:
+    """What is short of a request. Raises msgspec.DecodeError or UnicodeDecodeError.
+
+    common: by number, what requests may have in common that come now.
+    """
+    request = wire.decode_unread(raw)
+    for name in ("params", "grammar"):
+        number = memoryview(getattr(request, name))[0]
+        if number < 0x80:  # in msgpack, neither an object, a list nor nothing begins so
+            if number not in common:
+                raise msgspec.ValidationError(f"Nobody knows number {number} - at `$.{name}`")
+            setattr(request, name, common[number])
+    return request
+
+
+def read(request: wire.UnreadRequest) -> CoreRequest:
+    """All of a request. Raises msgspec.DecodeError or UnicodeDecodeError."""
+    values = msgspec.structs.asdict(request)
+    for name, decode in _DECODERS:
+        value = values[name]
+        values[name] = value.read(decode) if isinstance(value, Common) else decode(value)
+    return CoreRequest(**values)
+
+
+_DECODERS: tuple[tuple[str, Callable[[msgspec.Raw], Any]], ...] = (
+    ("prompt_token_ids", wire.decode_token_ids),
+    ("params", wire.decode_params),
+    ("grammar", wire.decode_grammar),
+)
