@@ -27,6 +27,7 @@ from vllm.logger import init_logger
 
 if TYPE_CHECKING:
     from vllm.engine.async_llm_engine import AsyncLLMEngine
+    from vllm.engine.processed import CheckedParams
     from vllm.engine.request_stream import RequestStream
     from vllm.entrypoints.openai.adapters import ServedAdapters
     from vllm.lora.request import LoRARequest
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _T = TypeVar("_T")
-MAX_LOGGED_FIELDS, MAX_LOGGED_PARAMS = 64, 4096
+MAX_LOGGED_FIELDS = 64
 MAX_STRANGERS = 16
 MAX_SHOWN_NAME = 256
 LARGE_BYTES = 1 << 20  # a body that takes so long to read that others should not wait for it
@@ -189,11 +190,8 @@ class ServerContext:
             shown = f" prompt: {text[:length]!r}," if text is not None else f" prompt ids: {list(prompts[0][:length])},"
         if len(prompts) > 1:
             shown += f" {len(prompts)} prompts,"
-        said = str(params)
-        if len(said) > MAX_LOGGED_PARAMS:  # a schema can have megabytes
-            said = f"{said[:MAX_LOGGED_PARAMS]}... ({len(said)} characters)"
         tokens = sum(map(len, prompts))
-        logger.info("Received request %s:%s %d prompt tokens, params: %s", request_id, shown, tokens, said)
+        logger.info("Received request %s:%s %d prompt tokens, params: %s", request_id, shown, tokens, params)
 
     def log_unknown_fields(self, names: Iterable[str]) -> None:
         """Say once per name that a field of a request has no effect; of at most MAX_LOGGED_FIELDS names."""
@@ -240,6 +238,7 @@ class Prompt:
     priority: int
     timeout: float | None
     account: str | None = None  # of all prompts of one request
+    checked: CheckedParams | None = None  # the parameters as they have them in common
     lora_request: LoRARequest | None = None
     prompt_adapter_request: PromptAdapterRequest | None = None
     begins: Begins | None = None
@@ -257,7 +256,7 @@ class Prompt:
         """Begin; the outputs come through the stream, which the caller has to close."""
         return await self.engine.open(
             self.item,  # type: ignore[arg-type]
-            self.params,
+            self.params if self.checked is None else self.checked,
             self.request_id,
             priority=self.priority,
             timeout=self.timeout,
