@@ -20,6 +20,7 @@ from vllm.engine.prompts import tokenization_options
 from vllm.engine.request_stream import RequestStream
 from vllm.engine.texts import Lanes
 from vllm.engine.traffic import Traffic
+from vllm.engine.turns import Turns
 from vllm.exceptions import EngineDeadError
 from vllm.faults import Faults
 from vllm.ipc import functions
@@ -106,7 +107,7 @@ class AsyncLLMEngine:
             vllm_config.scheduler_config, parallel.local_replicas * parallel.pipeline_parallel_size
         )
         self._traffic = Traffic(self._core, self.output_processor, self._admission)
-        self.lanes = Lanes()
+        self.lanes, self.turns = Lanes(), Turns()
         self._preparation = Faults.from_env().around_preparation(Preparation(self.input_processor, self.lanes))
         self._attaching: asyncio.Future[None] | None = None
         self._attached = False

@@ -20,7 +20,7 @@ from vllm.entrypoints.openai.answers import (
     listed,
     pieces,
 )
-from vllm.entrypoints.openai.context import Prompt, ServerContext, Turns, merge, new_id
+from vllm.entrypoints.openai.context import Prompt, ServerContext, merge, new_id
 from vllm.entrypoints.openai.errors import APIError, bad_request
 from vllm.entrypoints.openai.events import DONE, AnswerEvents, failed, prompt_length
 from vllm.entrypoints.openai.logprobs import TokenText, completion_logprobs, prompt_logprobs
@@ -93,15 +93,15 @@ async def prepare(context: ServerContext, request: CompletionRequest, request_id
     context.log_request(shown_name, prompts[0] if isinstance(prompts[0], str) else None, tokens, common)
     adapter = context.adapter(request.model)
     grammar = None if len(prompts) == 1 else (await context.engine.check_params(common, adapter)).grammar
-    turns = Turns()
+    call = context.engine.turns.call()
     for i, (prompt, ids, max_tokens) in enumerate(zip(prompts, tokens, lengths, strict=True)):
+        await call.next()
         params = common if max_tokens == common.max_tokens else common.with_max_tokens(max_tokens)
         item: dict[str, Any] = {"prompt_token_ids": ids}
         if isinstance(prompt, str):
             item["prompt"] = prompt
         if request.cache_salt is not None:
             item["cache_salt"] = request.cache_salt
-        await turns.begun()
         work.append(
             Prompt(
                 context.engine,
