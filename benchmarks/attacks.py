@@ -83,6 +83,20 @@ FOUND = [
         COMPLETIONS,
         lambda: {"prompt": ["a"] * 1000, "max_tokens": 1, "logit_bias": {str(i): 1 for i in range(500, 100_500)}},
     ),
+    Attack(
+        "480 prompts with a logit_bias of 4,090",
+        COMPLETIONS,
+        lambda: {"prompt": ["a b c"] * 480, "max_tokens": 4, "logit_bias": {str(i): 1 for i in range(4090)}},
+    ),
+    Attack(
+        "1,000 prompts with a schema of 200 KB",
+        COMPLETIONS,
+        lambda: {
+            "prompt": ["a b c"] * 1000,
+            "max_tokens": 4,
+            "guided_json": {"type": "integer", "title": "a" * 200_000},
+        },
+    ),
     Attack("model: 15 MB", COMPLETIONS, lambda: {"model": "/a" * (7 * MEGABYTE), "prompt": "a"}),
     Attack("n = 2,000", COMPLETIONS, lambda: {"prompt": "a", "max_tokens": 30, "n": 2000, "ignore_eos": True}),
     Attack("1,000 prompts", COMPLETIONS, lambda: {"prompt": ["a b c"] * 1000, "max_tokens": 30, "ignore_eos": True}),

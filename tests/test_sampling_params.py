@@ -321,6 +321,11 @@ def test_repr_shows_what_was_set() -> None:
     assert "temperature=1.0" in text and "logit_bias={1: 2.0}" in text and "_all_stop" not in text
 
 
+def test_repr_is_short_whatever_was_set() -> None:
+    text = repr(SamplingParams(guided_decoding=GuidedDecodingParams(json={"type": "object", "title": "x" * 10**6})))
+    assert len(text) < 5000 and "xxx... (1000" in text
+
+
 # --- Copies and messages ---
 
 

@@ -33,9 +33,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.engine.preparation import Preparation
-    from vllm.engine.processed import ProcessedRequest, RequestInput
+    from vllm.engine.processed import CheckedParams, ProcessedRequest, RequestInput
     from vllm.executor.base import Executor
+    from vllm.lora.request import LoRARequest
     from vllm.model_executor.models.traits import Model
+    from vllm.sampling_params import SamplingParams
     from vllm.step.plan import SlotInit, StepPlan
 
 logger = init_logger(__name__)
@@ -216,6 +218,10 @@ class FaultyPreparation:
         """Raise or sleep first, in a thread as tokenizing would, if this request is the one."""
         await self._preparation.beside(deadline, self._faults.on_request, "tokenizer", request.request_id)
         return await self._preparation.tokenized(request, deadline)
+
+    async def checked(self, params: SamplingParams, lora_request: LoRARequest | None) -> CheckedParams:
+        """As ever."""
+        return await self._preparation.checked(params, lora_request)
 
     async def processed(self, request: RequestInput, deadline: float | None) -> ProcessedRequest:
         """With a tokenizer of its own, if detokenizing shall fail for this request."""

@@ -16,7 +16,7 @@ import msgspec
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_checks import FIELD_CHECKS
 from vllm.structured_output.params import GuidedDecodingParams, StructuredOutputsParams
-from vllm.validation import INT64_MAX, fail, instance_of, integer_in, not_yet, show
+from vllm.validation import INT64_MAX, fail, instance_of, integer_in, not_yet, shorten, show
 
 __all__ = [
     "BeamSearchParams",
@@ -30,7 +30,7 @@ __all__ = [
 _GREEDY_BELOW = 1e-5
 # Each step of a beam search compares 2 * width continuations of width beams, on the host.
 MAX_BEAM_WIDTH = 1024
-_MAX_SHOWN = 128
+_MAX_SHOWN, _MAX_SHOWN_CHARACTERS = 128, 4096
 
 
 class SamplingType(IntEnum):
@@ -383,7 +383,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True, tag="samplin
             for name, default in _DEFAULTS.items()
             if name in _ALWAYS_SHOWN or (not name.startswith("_") and getattr(self, name) not in (default, []))
         )
-        return f"SamplingParams({shown})"
+        return f"SamplingParams({shorten(shown, _MAX_SHOWN_CHARACTERS)})"  # a schema can have megabytes
 
 
 def token_ids_of_words(tokenizer: Tokenizer, words: Iterable[str]) -> list[list[int]]:

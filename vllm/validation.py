@@ -27,6 +27,11 @@ def show(value: object) -> str:
     return text if len(text) <= 200 else text[:200] + "..."
 
 
+def shorten(text: str, most: int) -> str:
+    """A text for the log, with its length if more than `most` characters of it are left out."""
+    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
+
+
 def fail(name: str, value: object, expected: str) -> VLLMValidationError:
     """The error "`name` `expected`, got `value`."."""
     return VLLMValidationError(f"{name} {expected}, got {show(value)}.", parameter=name, value=value)

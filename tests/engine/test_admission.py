@@ -84,9 +84,26 @@ def test_many_short_prompts_need_room_for_one_and_for_the_others_to_be_held_back
         admission.check(2, 9, short=True)
 
 
+def test_one_call_may_be_larger_than_the_queue():
+    """A place for its first sequence is enough, as long as no other call has some held back."""
+    admission, account = new(slots=2, sequences=6, tokens=100), Account()
+    admission.enter(messages(["a"]))
+    admission.check(1000, 9)
+    admission.hold_back(account, "large")
+    admission.check(5, 9)
+    with pytest.raises(QueueOverflowError, match="1 sequences wait, this request has 6, and at most 6 may"):
+        admission.check(6, 9)
+    admission.let_go(account, "large")
+    admission.check(1000, 9)
+    admission.enter(messages(["b", "c", "d", "e", "f"]))
+    with pytest.raises(QueueOverflowError, match="6 sequences wait, this request has 1000, and at most 6 may"):
+        admission.check(1000, 9)
+
+
 def test_n_counts_as_n():
     admission = new(slots=2, sequences=6, tokens=100)
     admission.enter(messages(["a"]))
+    admission.hold_back(Account(), "b")
     admission.check(5, 9)
     with pytest.raises(QueueOverflowError, match="1 sequences wait, this request has .*, and at most 6 may"):
         admission.check(6, 9)

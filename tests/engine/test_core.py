@@ -79,8 +79,9 @@ def new_core(max_in_flight=1, stages=1, **scheduler) -> tuple[EngineCore, Device
     return EngineCore(config, device), device
 
 
-def request(name: str, length: int = 5, max_tokens: int = 6) -> CoreRequest:
-    return CoreRequest(name, list(range(1, length + 1)), SamplingParams(max_tokens=max_tokens), seed=0)
+def request(name: str, length: int = 5, max_tokens: int = 6, account: str | None = None) -> CoreRequest:
+    ids = list(range(1, length + 1))
+    return CoreRequest(name, ids, SamplingParams(max_tokens=max_tokens), seed=0, account=account)
 
 
 def run(core: EngineCore) -> dict[str, tuple[int, str | None]]:

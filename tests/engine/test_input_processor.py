@@ -211,3 +211,27 @@ def test_unknown_keys_of_a_prompt_are_named_once(processor, caplog):
         logger.removeHandler(caplog.handler)
     assert caplog.text.count("'promt_token_ids' of a prompt is not known") == 1
     assert "cache_salt' of" not in caplog.text
+
+
+def test_what_a_call_has_in_common_is_checked_once(processor, monkeypatch):
+    form = GuidedDecodingParams(regex="a+")
+    params = SamplingParams(max_tokens=None, bad_words=["fox"], min_tokens=1, guided_decoding=form)
+    checked = processor.check(params)
+    assert checked.params is params and checked.grammar.text == "a+" and params.bad_words_token_ids
+    for name in ("_adapt", "_check_that_a_token_is_left"):
+        monkeypatch.setattr(processor, name, lambda *_: pytest.fail("checked again"))
+    short, long = (
+        processor.process(RequestInput(f"{i}", {"prompt_token_ids": [5] * (i + 1)}, params, checked=checked))
+        for i in range(2)
+    )
+    limit = processor._model.max_model_len
+    assert (short.params.max_tokens, long.params.max_tokens, params.max_tokens) == (limit - 1, limit - 2, None)
+    assert short.params.bad_words_token_ids is params.bad_words_token_ids
+    assert [request.children[0].grammar for request in (short, long)] == [checked.grammar] * 2
+
+
+def test_a_check_of_what_a_call_has_in_common_refuses_what_does_not_fit(processor):
+    with pytest.raises(ValueError, match="out-of-vocab"):
+        processor.check(SamplingParams(stop_token_ids=[WIDTH]))
+    with pytest.raises(ValueError, match="No token may be sampled"):
+        processor.check(SamplingParams(allowed_token_ids=[7], stop_token_ids=[7], min_tokens=2))

@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import vllm
 from tests.server.http_server import Server
-from vllm.engine.admission import COLUMNS, Admission
+from vllm.engine.admission import COLUMNS, Account, Admission
 from vllm.engine.tally import Tally, shared_file
 from vllm.entrypoints.openai import api_server, front_ends, routes
 from vllm.entrypoints.openai.cli_args import make_arg_parser
@@ -238,6 +238,8 @@ def asked(name: str, tokens: int) -> SimpleNamespace:
 def test_what_waits_at_one_front_end_counts_at_all() -> None:
     first, second = admissions(2)
     first.enter([asked(f"r{i}", 10) for i in range(4)])  # type: ignore[misc]
+    second.check(2, 60)
+    first.hold_back(Account(), "large")
     second.check(1, 60)
     with pytest.raises(QueueOverflowError, match="4 sequences wait, this request has 2, and at most 5 may"):
         second.check(2)

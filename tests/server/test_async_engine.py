@@ -303,6 +303,9 @@ async def test_the_queue_has_bounds(model_folder):
         # n counts as n; what is refused leaves nothing behind
         busy = [asyncio.ensure_future(final(engine, "Hello", greedy(LONG), f"b{i}")) for i in range(3)]
         await settle(lambda: engine._admission.waiting == 1)
+        large = final(engine, "Hello", SamplingParams(n=9, max_tokens=5), "nine")
+        busy.append(asyncio.ensure_future(large))  # the first that has some held back
+        await settle(lambda: engine._admission.waiting > 1)
         with pytest.raises(QueueOverflowError):
             await final(engine, "Hello", SamplingParams(n=6, max_tokens=5), "six")
         with pytest.raises(QueueOverflowError, match="prompt tokens"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from vllm.engine.request_stream import MAX_APART, Apart, RequestStream, Wakeups
+from vllm.engine.turns import Turns
 from vllm.entrypoints.openai.connection import Outbox, connection_class
 from vllm.entrypoints.openai.errors import APIError
 from vllm.entrypoints.openai.events import AnswerEvents, failed
@@ -38,7 +40,7 @@ class FakePrompt:
     """What the engine would open: a stream that the test fills."""
 
     def __init__(self, wakeups: Wakeups, apart: Apart | None = None) -> None:
-        self.closed = 0
+        self.closed, self.engine = 0, SimpleNamespace(turns=Turns())
         self.stream = RequestStream("r", RequestOutputKind.DELTA, wakeups, self._on_close, apart)
 
     def _on_close(self, stream: RequestStream) -> None:
@@ -101,7 +103,7 @@ class Exchange:
         self.messages.append(message)
 
     async def begin(self) -> None:
-        assert await self.response.start(self.scope, self._receive)
+        await self.response.start(self.scope, self._receive)
         self.task = asyncio.ensure_future(self.response(self.scope, self._receive, self._send))
         await turns()
 
@@ -296,7 +298,9 @@ async def test_a_client_that_leaves_before_the_first_event_ends_its_requests(dir
     starting = asyncio.ensure_future(exchange.response.start(exchange.scope, exchange._receive))
     await turns()
     exchange.leave()
-    assert await asyncio.wait_for(starting, 5) is False
+    with pytest.raises(APIError, match="has left") as found:
+        await asyncio.wait_for(starting, 5)
+    assert found.value.status == 499
     assert [prompt.closed for prompt in exchange.prompts] == [1, int(opened)]
     assert exchange.connection.on_lost is None
     assert not hasattr(starting, "cancelling") or not starting.cancelling()
@@ -354,7 +358,7 @@ async def answer_of(prompt: FakePrompt, direct: bool, later: Callable[[], None])
     response = EventStream([prompt], Lines())  # type: ignore[arg-type, list-item]
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        assert await response.start(scope, receive)
+        await response.start(scope, receive)
         await response(scope, receive, send)
 
     transport = FakeTransport()

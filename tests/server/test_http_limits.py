@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import pickle
+import re
 import socket
 import struct
 import threading
@@ -380,6 +381,26 @@ def test_leaving_aborts_the_request(strict: Server, leave: str, stream: bool, n:
     connection.close()
     assert eventually(lambda: idle(strict), 5)
     assert strict.metric("vllm:generation_tokens_total") - before < 500 * n
+
+
+def count_left(server: Server) -> int:
+    """Completions whose client left before the answer (499), or had done something wrong."""
+    wanted = r'^http_requests_total\{handler="/v1/completions",method="POST",status="4xx"\} (\d+)'
+    found = re.search(wanted, server.get("/metrics").text, re.MULTILINE)
+    return int(found.group(1)) if found else 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_leaving_drops_the_prompts_that_have_not_begun(strict: Server, stream: bool) -> None:
+    assert eventually(lambda: idle(strict))
+    before, left = strict.metric("vllm:prompt_tokens_total"), count_left(strict)
+    for call in range(8):
+        prompts = [f"{call} {i}" for i in range(1000)]
+        body = json.dumps({**LONG, "prompt": prompts, "stream": stream}).encode()
+        with socket.create_connection(("127.0.0.1", strict.port)) as connection:
+            connection.sendall(post_head(len(body)) + body)
+    assert eventually(lambda: idle(strict) and count_left(strict) - left == 8, 5)
+    assert strict.metric("vllm:prompt_tokens_total") - before < 8 * 1000
 
 
 @pytest.fixture(scope="module")

@@ -167,50 +167,57 @@ def test_all_are_told_of_what_others_have_ended_before_it_is_quiet(ends: Ends) -
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_many_requests_at_once_hold_up_nobody(ends: Ends, apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are taken in between the steps of others, some at a time, behind what comes later; also prompts of one call,
-    of which each has a message of its own.
-    """
+    """They are read between the steps of others, some at a time and in turns with what comes later."""
     server, core, far = ends.server, ends.core, ends.far
     far[1].sendall(wire.frame(wire.AddRequests([request("mine", max_tokens=50)])))
     server._take_in(0.1)
     monkeypatch.setattr(core_process, "BESIDE_SECONDS", 0.0)
     monkeypatch.setattr(core_process, "LEAST_SECONDS", 0.0)
-    many = [request(str(i), max_tokens=30) for i in range(20)]
+    many = [request(str(i), max_tokens=30, account="many") for i in range(20)]
     many[10].seed = "none"  # type: ignore[assignment]
-    unwanted = [str(i) for i in range(20) if i not in (1, 10, 19)]
+    many[11].params = "none"  # type: ignore[assignment]
+    unwanted = [str(i) for i in range(20) if i not in (1, 10, 11, 19)]
     call = wire.Call(1, "list_loras")
-    all_of_them = [wire.AddRequests([r], True) for r in many] if apart else [wire.AddRequests(many)]
+    all_of_them = [wire.AddRequests([r]) for r in many] if apart else [wire.AddRequests(many)]
     far[2].sendall(b"".join(map(wire.frame, (*all_of_them, wire.AddRequests([request("new")]), call))))
     far[0].sendall(wire.frame(wire.AddRequests([request("late")])))
-    server._take_in(0.0)
-    if "2/0" not in core.request_ids():  # only one front end's message may have been read
+    for _ in range(4):
         server._take_in(0.0)
-    assert {"1/mine", "2/0", "2/new"} <= set(core.request_ids()) and len(server._bulk) >= 19, "the call is behind them"
+    assert {"1/mine", "2/0", "2/new", "0/late"} <= set(core.request_ids()) and len(server._unread) >= 15
+    assert server._stats(server._first).num_waiting == len(server._unread) + core.stats().num_waiting
     far[2].sendall(wire.frame(wire.Abort(unwanted)))
     server._take_in(0.0)
-    assert len(server._bulk) <= 4 and {"1/mine", "2/new", "0/late"} <= set(core.request_ids()) <= {
-        "1/mine", "2/new", "0/late", "2/1"
-    }  # fmt: skip
-    while core.has_unfinished() or server._bulk:
+    assert len(server._unread) <= 2
+    assert set(core.request_ids()) == {"1/mine", "2/new", "0/late", "2/1"}
+    while core.has_unfinished() or server._unread:
         server._take_in(0.0)
         server._report(core.step())
     ended = {output.request_id: output.finish_reason for output in ends.said(2) if output.finish_reason is not None}
-    assert ended == {"1": "length", "19": "length", "10": "error", "new": "length"}
+    assert ended == {"1": "length", "19": "length", "10": "error", "11": "error", "new": "length"}
     assert ends.said(0)[-1].finish_reason == ends.said(1)[-1].finish_reason == "length"
 
 
 def test_requests_of_one_who_leaves_are_not_taken_in(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core_process, "TAKE_SECONDS", 0.0)
     monkeypatch.setattr(core_process, "LEAST_SECONDS", 0.0)
-    monkeypatch.setattr(core_process, "MANY", 1)
     for i in (1, 2):
         ends.far[i].sendall(wire.frame(wire.AddRequests([request("a"), request("b")])))
     ends.server._take_in(0.1)
-    assert len(ends.core.request_ids()) == 1 and len(ends.server._bulk) == 3
+    assert len(ends.core.request_ids()) == 1 and len(ends.server._unread) == 3
     ends.server._leave(ends.server._by_prefix["2/"])
     for _ in range(3):
         ends.server._take_in(0.0)
     assert ends.core.request_ids() == ["1/a", "1/b"]
+
+
+def test_a_name_that_is_not_read_yet_is_in_use(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_process, "TAKE_SECONDS", 0.0)
+    monkeypatch.setattr(core_process, "LEAST_SECONDS", 0.0)
+    ends.far[1].sendall(wire.frame(wire.AddRequests([request("a"), request("b"), request("b")])))
+    ends.server._take_in(0.1)
+    (refused,) = ends.said(1)
+    assert refused.request_id == "b" and "already exists" in str(refused.error)
+    assert ends.core.request_ids() == ["1/a"] and len(ends.server._unread) == 1
 
 
 def test_a_request_without_a_name_ends_its_front_end_alone(ends: Ends) -> None:

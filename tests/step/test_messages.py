@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 
-from vllm.sampling_params import SamplingParams
-from vllm.step.messages import PIECE_ENTRIES, CoreOutput, CoreRequest, prompt_pieces
+from vllm.step.messages import PIECE_ENTRIES, CoreOutput, prompt_pieces
 from vllm.step.result import TokenLogprobs
 
 
@@ -37,12 +36,3 @@ def test_pieces_together_are_the_whole() -> None:
 def test_a_position_wider_than_a_piece_is_a_piece() -> None:
     output = CoreOutput("a", [], prompt_logprobs=steps(3, PIECE_ENTRIES + 1))
     assert [len(piece.prompt_logprobs or ()) for piece in prompt_pieces([output])] == [1, 1, 1]
-
-
-def test_the_account_of_one_prompt_has_its_name() -> None:
-    def several(name: str, account: str | None) -> bool:
-        return CoreRequest(name, [1], SamplingParams(), 0, account=account).is_of_several_prompts
-
-    assert not several("cmpl-1-0", None)
-    assert not several("cmpl-1-0", "cmpl-1-0") and not several("17_cmpl-1-0", "cmpl-1-0")  # n > 1
-    assert several("cmpl-1-0", "cmpl-1") and several("3_cmpl-1-2", "cmpl-1")

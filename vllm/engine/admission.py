@@ -19,7 +19,7 @@ DEFAULT_SEQUENCES_PER_SLOT = 8
 DEFAULT_QUEUED_TOKENS = 1 << 22
 # Of the queue, for one account: no more than the slots that it could have if it were alone.
 ACCOUNT_SHARE = 4
-COLUMNS = 2  # of a tally: sequences that wait, tokens of their prompts
+COLUMNS = 3  # of a tally: sequences that wait, tokens of their prompts, requests held back
 # Requests held back of all accounts, for each sequence that may wait: those of calls that are let in although the queue
 # has no room for all of them.
 HELD_PER_PLACE = 4
@@ -69,6 +69,7 @@ class Admission:
         if self._tally is not None:
             self._tally.put(0, self.waiting)
             self._tally.put(1, self._tokens)
+            self._tally.put(2, self._held)
 
     @property
     def waiting(self) -> int:
@@ -79,26 +80,27 @@ class Admission:
         return self._tokens
 
     def check(self, sequences: int = 1, tokens: int = 0, short: bool = False) -> None:
-        """Raise QueueOverflowError if there is no room; n = 4 counts four times. An empty queue takes anything.
+        """Raise QueueOverflowError if there is no room. An empty queue takes anything.
+
+        A call needs a place for each of its sequences (n = 4 counts four times), or only for the first as long as no
+        other call has any held back: then its others are.
 
         short: each takes one step. Then there need be room for the first, and to hold the others back.
         """
         if self.closed:
             raise QueueOverflowError("The server is shutting down.")
-        waiting, queued = self.waiting, self._tokens
+        waiting, queued, held = self.waiting, self._tokens, self._held
         if self._tally is not None:
-            waiting, queued = waiting + self._tally.others(0), queued + self._tally.others(1)
+            waiting, queued, held = (own + self._tally.others(i) for i, own in enumerate((waiting, queued, held)))
         if not waiting:
             return
-        if short and sequences > 1:
-            most = HELD_PER_PLACE * self.max_sequences
-            if self._held + sequences > most:
-                raise QueueOverflowError(
-                    f"{self._held} prompts are held back until the queue has room for them, at most {most} may be. "
-                    "Try again later."
-                )
-            sequences = 1
-        if waiting + sequences > self.max_sequences:
+        most = HELD_PER_PLACE * self.max_sequences
+        if short and sequences > 1 and self._held + sequences > most:
+            raise QueueOverflowError(
+                f"{self._held} prompts are held back until the queue has room for them, at most {most} may be. "
+                "Try again later."
+            )
+        if waiting + (min(1, sequences) if short or not held else sequences) > self.max_sequences:
             raise QueueOverflowError(
                 f"The waiting queue is full: {waiting} sequences wait, this request has {sequences}, and at most "
                 f"{self.max_sequences} may wait together. Try again later."
@@ -133,12 +135,14 @@ class Admission:
         """Not all of a request was sent to the core."""
         account.held_back[request_id] = None
         self._held += 1
+        self._tell()
 
     def let_go(self, account: Account, request_id: str) -> None:
         """All of it was sent, or it has ended."""
         if request_id in account.held_back:
             del account.held_back[request_id]
             self._held -= 1
+            self._tell()
 
     def enter(self, requests: Iterable[CoreRequest], account: Account | None = None) -> None:
         """Sequences were sent to the core."""

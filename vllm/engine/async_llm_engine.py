@@ -15,11 +15,12 @@ from vllm.engine.input_processor import InputProcessor
 from vllm.engine.metrics import StatLoggers
 from vllm.engine.output_processor import OutputProcessor
 from vllm.engine.preparation import Preparation
-from vllm.engine.processed import RequestInput
+from vllm.engine.processed import CheckedParams, RequestInput
 from vllm.engine.prompts import tokenization_options
 from vllm.engine.request_stream import RequestStream
 from vllm.engine.texts import Lanes
 from vllm.engine.traffic import Traffic
+from vllm.engine.turns import Turns
 from vllm.exceptions import EngineDeadError
 from vllm.faults import Faults
 from vllm.ipc import functions
@@ -106,7 +107,7 @@ class AsyncLLMEngine:
             vllm_config.scheduler_config, parallel.local_replicas * parallel.pipeline_parallel_size
         )
         self._traffic = Traffic(self._core, self.output_processor, self._admission)
-        self.lanes = Lanes()
+        self.lanes, self.turns = Lanes(), Turns()
         self._preparation = Faults.from_env().around_preparation(Preparation(self.input_processor, self.lanes))
         self._attaching: asyncio.Future[None] | None = None
         self._attached = False
@@ -382,10 +383,18 @@ class AsyncLLMEngine:
         finally:
             stream.close()  # a consumer that leaves must be noticed now, not when garbage is collected
 
+    async def check_params(self, params: SamplingParams, lora_request: LoRARequest | None = None) -> CheckedParams:
+        """Parameters that are the engine's from here on, as many requests of one call may have them (`open`), looked at
+        once. Raises ValueError, QueueOverflowError.
+        """
+        if self._multiprocessing:
+            params.verify_serializable()
+        return await self._preparation.checked(params, lora_request)
+
     async def open(
         self,
         prompt: PromptType,
-        sampling_params: SamplingParams | PoolingParams,
+        params: SamplingParams | PoolingParams | CheckedParams,
         request_id: str,
         *,
         priority: int = 0,
@@ -399,19 +408,22 @@ class AsyncLLMEngine:
 
         account: common to several requests of one call, which `check_admission` was asked for as a whole.
         begins: as of `RequestInput`.
+        params: the engine's from here on, or what `check_params` has returned, which requests may share.
 
-        The parameters are the engine's from here on. Raises, here or through the stream, what `generate` raises.
+        Raises, here or through the stream, what `generate` raises.
         """
+        checked = params if isinstance(params, CheckedParams) else None
         request = RequestInput(
             request_id,
             prompt,
-            sampling_params,
+            params.params if isinstance(params, CheckedParams) else params,
             lora_request=lora_request,
             prompt_adapter_request=prompt_adapter_request,
             priority=priority,
             owns_params=True,
             account=account,
             begins=begins,
+            checked=checked,
         )
         return await self._open(request, timeout)
 

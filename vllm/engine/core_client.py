@@ -86,6 +86,7 @@ class CorePeer:
         self._stall_seconds = stall_seconds
         self._health_seconds = stall_seconds if health_seconds is None else min(health_seconds, stall_seconds)
         self._frames = FrameReader()
+        self._sharing = wire.Sharing()
         self._waiting: deque[bytes | wire.StepOutputs] = deque()
         self._catching_up = False
         self._transport: asyncio.Transport | None = None
@@ -130,7 +131,7 @@ class CorePeer:
         await connect(lambda: _Connection(self), sock=connection)
 
     def add(self, requests: list[CoreRequest]) -> None:
-        self._send(wire.AddRequests(requests, bool(requests) and requests[0].is_of_several_prompts))
+        self._send(self._sharing.message(requests))
 
     def abort(self, request_ids: list[str]) -> None:
         if self._death is None:

@@ -13,7 +13,6 @@ import faulthandler
 import fcntl
 import gc
 import json
-import math
 import os
 import select
 import signal
@@ -23,14 +22,13 @@ import termios
 import threading
 import time
 from array import array
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
 from vllm.engine import wire
+from vllm.engine.unread import Common, Unread, look_at, read
 from vllm.faults import Faults
 from vllm.ipc.child import end_with_parent
 from vllm.ipc.frames import FrameReader, read_frames, receive_frames
@@ -54,8 +52,7 @@ WHOLE_SECONDS = 0.05  # so often are tokens told of which nobody looks before th
 # Of each turn between two steps, for what front ends have sent, while nobody runs and while somebody does: he must not
 # be held up by many requests, nor by long prompts.
 TAKE_SECONDS, BESIDE_SECONDS = 0.02, 0.003
-LEAST_SECONDS = 0.0005  # for many requests, whatever else has been sent
-MANY = 16  # requests in one message, beside which what is sent later need not wait for them
+LEAST_SECONDS = 0.0005  # for reading requests, however long it takes to receive them
 # What a front end may call by name; nothing else is reachable from the socket.
 CALLABLE = frozenset(
     {
@@ -87,8 +84,9 @@ class Peer:
     prefix: what the core's names for its requests begin with; "" if there are no other front ends.
     held: outputs that were not sent yet, by request.   singly: requests that want each token by itself
     (`stream_interval`).   whole: requests of which nobody looks at a part.   told: when it was last told of outputs.
-    missed: prompt tokens, generated tokens and steps since its last statistics, of which others
-    were told.   stale: others were told something since then.   gone: nothing more can be sent.
+    missed: prompt tokens, generated tokens and steps since its last statistics, of which others were told.   stale:
+    others were told something since then.   gone: nothing more can be sent.   common: what its next requests may name
+    by number.
     """
 
     def __init__(self, connection: socket.socket, prefix: str = "", patience: float | None = None) -> None:
@@ -96,6 +94,7 @@ class Peer:
         self.connection, self.prefix = connection, prefix
         self.frames = FrameReader()
         self.held: dict[str, CoreOutput] = {}
+        self.common: dict[int, Common] = {}
         self.singly: set[str] = set()
         self.whole: set[str] = set()
         self.told = 0.0
@@ -180,22 +179,6 @@ class Peer:
             request.account = prefix + request.account
 
 
-@dataclass(slots=True)
-class Item:
-    """Something that a front end has sent and that was not handled yet; a request is raw until then."""
-
-    peer: Peer
-    content: wire.Abort | wire.Call | wire.Stop | msgspec.Raw
-    _name: str | None = None
-
-    @property
-    def name(self) -> str:
-        """Of a request; "" for anything else."""
-        if self._name is None:
-            self._name = wire.name_of(self.content) if isinstance(self.content, msgspec.Raw) else ""
-        return self._name
-
-
 class CoreServer:
     """Reads requests from its front ends, drives the core, writes what each step brought."""
 
@@ -211,9 +194,7 @@ class CoreServer:
         self._readable = select.poll()
         for number in self._peers:
             self._readable.register(number, select.POLLIN)
-        # What was not handled yet, in its order. Requests of messages with many stand behind all others.
-        self._inbox: deque[Item] = deque()
-        self._bulk: deque[Item] = deque()
+        self._unread = Unread()
         self._steps = 0  # since the last statistics
         self._heart = Heart()
         self._stopping = False
@@ -231,7 +212,7 @@ class CoreServer:
         """Work while there is something to do, sleep until there is otherwise."""
         core, prepares = self._core, True
         while not self._stopping:
-            busy = core.has_work() or bool(self._bulk)
+            busy = core.has_work() or bool(self._unread)
             self._heart.beat(busy)
             if not busy:
                 self._send_held()
@@ -243,7 +224,7 @@ class CoreServer:
                 self._send_held(patiently=True)
             if core.has_work():
                 self._heart.beat(True)
-                core.more_to_come = bool(self._bulk)
+                core.more_to_come = bool(self._unread)
                 outputs = core.step()
                 core.check_alive()  # who learns that it has ended knows which requests can go on elsewhere
                 self._report(outputs)
@@ -330,6 +311,7 @@ class CoreServer:
         """What this front end is told of the core. Each hears of all work once."""
         stats = self._core.stats()
         stats.steps, self._steps = self._steps, 0
+        stats.num_waiting += len(self._unread)
         for other in self._peers.values():
             if other is not peer:
                 other.miss(stats)
@@ -347,17 +329,18 @@ class CoreServer:
         if not ready and patience:
             self._core.check_health()  # a rank may die while nobody asks for anything
         deadline = time.monotonic() + (BESIDE_SECONDS if self._core.has_unfinished() else TAKE_SECONDS)
-        while (ready or self._bulk) and not self._stopping:
+        while (ready or self._unread) and not self._stopping:
             for number, _ in ready:
-                self._read(self._peers[number])
-            self._work_off(self._inbox, math.inf)
-            self._work_off(self._bulk, max(deadline, time.monotonic() + LEAST_SECONDS))
+                self._receive(self._peers[number])
+            self._read_until(max(deadline, time.monotonic() + LEAST_SECONDS))
             if time.monotonic() > deadline:
                 return
             ready = self._readable.poll(0)
 
-    def _read(self, peer: Peer) -> None:
-        """Take in what a front end has sent, or handle its end."""
+    def _receive(self, peer: Peer) -> None:
+        """Take in what a front end has sent, or handle its end. Requests wait for their turn; nothing else waits for
+        them, but for calls, which may be about requests that were sent before.
+        """
         try:
             bodies = read_frames(peer.connection, peer.frames)
             messages = None if bodies is None else [wire.decode_to_core(body) for body in bodies]
@@ -370,51 +353,66 @@ class CoreServer:
             self._leave(peer)
             return
         for message in messages:
+            if peer.gone or self._stopping:
+                return
             if isinstance(message, wire.Added):
                 self._core.add_requests([])
-                place = self._bulk if message.beside or len(message.requests) > MANY else self._inbox
-                place.extend(Item(peer, request) for request in message.requests)
-                continue
-            if isinstance(message, wire.Abort):  # such requests need not be read any more
-                unwanted = frozenset(message.request_ids)
-                self._bulk = deque(i for i in self._bulk if i.peer is not peer or i.name not in unwanted)
-            # a call may be about the requests before it
-            waits = isinstance(message, wire.Call) and any(item.peer is peer for item in self._bulk)
-            (self._bulk if waits else self._inbox).append(Item(peer, message))
-
-    def _work_off(self, items: deque[Item], deadline: float) -> None:
-        """Handle what was taken in, in its order, until then."""
-        while items and not self._stopping:
-            item = items.popleft()
-            if item.peer.gone:
-                continue
-            if isinstance(item.content, msgspec.Raw):
-                self._add(item)
+                peer.common.update((number, Common(raw)) for number, raw in message.common)
+                for request in message.requests:
+                    self._look_at(peer, request)
+            elif isinstance(message, wire.Call):
+                self._unread.put_behind(peer.prefix, message)
             else:
-                self._handle(item.peer, item.content)
+                self._handle(peer, message)
+
+    def _look_at(self, peer: Peer, raw: msgspec.Raw) -> None:
+        """A request has come."""
+        try:
+            request = look_at(raw, peer.common)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            name = wire.name_of(raw)
+            if name:
+                self._refuse(peer, name, error)
+            elif not peer.gone:
+                self._give_up(peer, error)
+            return
+        if not self._unread.add(peer.prefix, request.request_id, request.account, request):
+            self._end(peer, request.request_id, f"Request {request.request_id} already exists.")
+
+    def _read_until(self, deadline: float) -> None:
+        """Handle what was taken in, at least one request or call."""
+        while not self._stopping and (taken := self._unread.take()) is not None:
+            peer, content = self._by_prefix[taken[0]], taken[1]
+            if isinstance(content, wire.Call):
+                self._handle(peer, content)
+            else:
+                self._add(peer, content)
             if time.monotonic() > deadline:
                 return
 
-    def _add(self, item: Item) -> None:
+    def _add(self, peer: Peer, unread: wire.UnreadRequest) -> None:
         """Queue a request of a front end, which is told at once if it cannot be served."""
-        peer = item.peer
+        name = unread.request_id
         try:
-            request = wire.decode_request(cast(msgspec.Raw, item.content))
+            request = read(unread)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            if not item.name:
-                self._give_up(peer, error)
-                return
-            end = CoreOutput(item.name, [], finish_reason="error", error=f"The request cannot be read: {error}")
-            peer.send(wire.StepOutputs([end], self._stats(peer)))
+            self._refuse(peer, name, error)
             return
         peer.take(request)
-        name = request.request_id
         if peer.prefix:
             peer.name_in_core(request)
         for output in self._core.add_requests([request], calls=0):
             output.request_id = name
             peer.forget([name])
             peer.send(wire.StepOutputs([output], self._stats(peer)))
+
+    def _refuse(self, peer: Peer, name: str, error: Exception) -> None:
+        self._end(peer, name, f"The request cannot be read: {error}")
+
+    def _end(self, peer: Peer, name: str, error: str) -> None:
+        """A request has ended before it was queued."""
+        output = CoreOutput(name, [], finish_reason="error", error=error)
+        peer.send(wire.StepOutputs([output], self._stats(peer)))
 
     def _give_up(self, peer: Peer, error: Exception) -> None:
         """What a front end has sent makes no sense; the core does not go on without the first one."""
@@ -429,11 +427,13 @@ class CoreServer:
         self._readable.unregister(number)
         del self._peers[number]
         peer.close()
+        self._unread.forget(peer.prefix)
         self._core.abort([name for name in self._core.request_ids() if name.startswith(peer.prefix)])
 
     def _handle(self, peer: Peer, message: wire.Abort | wire.Call | wire.Stop) -> None:
         if isinstance(message, wire.Abort):
             peer.forget(message.request_ids)
+            self._unread.discard(peer.prefix, message.request_ids)
             self._core.abort([peer.prefix + request_id for request_id in message.request_ids])
             peer.send(wire.StepOutputs([], self._stats(peer)))
         elif isinstance(message, wire.Call):

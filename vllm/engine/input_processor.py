@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -10,10 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from vllm.config.max_model_len import resolve_max_model_len
-from vllm.engine.processed import SEED_BITS, SEED_MASK, Children, ProcessedRequest, RequestInput
+from vllm.engine.processed import SEED_BITS, SEED_MASK, CheckedParams, Children, ProcessedRequest, RequestInput
 from vllm.engine.prompts import Parsed, parse, refuse_what_needs_other_models, token_list
 from vllm.engine.texts import PLAUSIBLE_CHARACTERS_PER_TOKEN, Texts, TooManyTokensError
 from vllm.engine.tokenizer import Tokenizer
@@ -55,13 +56,6 @@ _NEUTRAL = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY)  # where a r
 _priority = integer_in(-(2**31), 2**31 - 1)
 
 
-class _Checked(NamedTuple):
-    """Parameters that were checked against the model."""
-
-    params: SamplingParams
-    grammar: GrammarSpec | None
-
-
 @dataclass(frozen=True, slots=True)
 class _KnownAdapter:
     """An adapter that a request has named.
@@ -79,7 +73,7 @@ class _KnownAdapter:
 class _Shared:
     """What requests of one batch have in common that have the same parameters, by their identity, and adapters."""
 
-    checked: dict[tuple[int, int], _Checked] = field(default_factory=dict)
+    checked: dict[tuple[int, int], CheckedParams] = field(default_factory=dict)
     pooled: dict[int, PoolingParams] = field(default_factory=dict)
 
 
@@ -320,6 +314,12 @@ class InputProcessor:
 
     # -- the parameters ------------------------------------------------------------------------------------------------
 
+    def check(self, params: SamplingParams, lora_request: LoRARequest | None = None) -> CheckedParams:
+        """Parameters that were made for one call, as all requests of it may have them (`RequestInput.checked`), so that
+        they are looked at once. Raises ValueError. May run in any thread.
+        """
+        return CheckedParams(params, self._adapt(params, lora_request))
+
     def _check_options(self, request: RequestInput) -> None:
         if not isinstance(request.request_id, str):
             raise TypeError(f"request_id must be a string, got {type(request.request_id).__name__}.")
@@ -435,12 +435,12 @@ class InputProcessor:
         self.prompt_adapters[key] = found  # the newest last
         return found
 
-    def _checked(self, params: SamplingParams, lora_request: LoRARequest | None) -> _Checked:
+    def _checked(self, params: SamplingParams, lora_request: LoRARequest | None) -> CheckedParams:
         """Our own copy of the parameters, checked against the model; what depends on the prompt is left open."""
         params = params.clone()
         params.verify()  # fields may have been changed since
         params.forget_tokenizer()
-        return _Checked(params, self._adapt(params, lora_request))
+        return CheckedParams(params, self._adapt(params, lora_request))
 
     def _take_grammar(self, params: SamplingParams) -> GrammarSpec | None:
         """The form that the output must have, taken out of the parameters. Raises ValueError if nothing can compile it.
@@ -489,24 +489,31 @@ class InputProcessor:
             params.logprobs = width
         if params.prompt_logprobs == -1:
             params.prompt_logprobs = width
+        if params.allowed_token_ids is not None or params.bad_words_token_ids or params.min_tokens:
+            self._check_that_a_token_is_left(params, width)
         return grammar
 
     def _resolve(
-        self, request: RequestInput, given: SamplingParams, rest: int, checked: dict[tuple[int, int], _Checked]
-    ) -> _Checked:
-        """The request's own parameters, with nothing left open. rest: tokens that may follow the prompt."""
-        if request.owns_params:
-            params = given
-            grammar = self._adapt(params, request.lora_request)
+        self, request: RequestInput, given: SamplingParams, rest: int, checked: dict[tuple[int, int], CheckedParams]
+    ) -> CheckedParams:
+        """The request's parameters, with nothing left open. rest: tokens that may follow the prompt."""
+        if request.checked is not None:
+            params, grammar = request.checked
+        elif request.owns_params:
+            params, grammar = self.check(given, request.lora_request)
         else:
             key = id(request.params), id(request.lora_request)
             found = checked.get(key)
             if found is None:
                 found = checked[key] = self._checked(given, request.lora_request)
             params, grammar = found.params.clone(), found.grammar
-        if params.max_tokens is None:
-            params.max_tokens = max(1, rest)
-        return _Checked(params, grammar)
+        most = params.max_tokens
+        if most is None or self._limit(request.lora_request) < self._model.max_model_len:
+            most = max(1, rest if most is None else min(most, rest))
+        if most != params.max_tokens:
+            params = params if request.checked is None else copy.copy(params)
+            params.max_tokens = most
+        return CheckedParams(params, grammar)
 
     def _check_that_a_token_is_left(self, params: SamplingParams, width: int) -> None:
         """Raise VLLMValidationError if no token may be sampled first, as far as the parameters alone can tell."""
@@ -550,10 +557,6 @@ class InputProcessor:
                 raise _too_long(f"{len(token_ids)} and {virtual.count} virtual tokens", limit)
         rest = limit - len(token_ids) - (0 if virtual is None else virtual.count)
         params, grammar = self._resolve(request, given, rest, shared.checked)
-        if limit < self._model.max_model_len and params.max_tokens is not None:
-            params.max_tokens = min(params.max_tokens, max(1, rest))
-        if params.allowed_token_ids is not None or params.bad_words_token_ids or params.min_tokens:
-            self._check_that_a_token_is_left(params, self.tokens_of(request.lora_request))
         arrival = time.time() if request.arrival_time is None else request.arrival_time
         made = ProcessedRequest(
             request_id=request.request_id,

@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.engine.input_processor import InputProcessor
-from vllm.engine.processed import ProcessedRequest, RequestInput
+from vllm.engine.processed import CheckedParams, ProcessedRequest, RequestInput
 from vllm.engine.texts import INLINE_CHARACTERS, Lanes, characters_of_words
 from vllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from vllm.engine.tokenizer import Tokenizer
+    from vllm.lora.request import LoRARequest
 
 
 class Preparation:
@@ -40,7 +41,7 @@ class Preparation:
             ids = await self.in_lane(deadline, len(text), self._input.token_ids, request)
             extra = dict(prompt) if isinstance(prompt, Mapping) else {}
             request = request._replace(prompt={**extra, "prompt": text, "prompt_token_ids": ids})  # type: ignore[arg-type]
-        if not isinstance(params, SamplingParams) or not params.bad_words:
+        if request.checked is not None or not isinstance(params, SamplingParams) or not params.bad_words:
             return request
         if not request.owns_params:
             params = params.clone()
@@ -56,9 +57,15 @@ class Preparation:
     async def processed(self, request: RequestInput, deadline: float | None) -> ProcessedRequest:
         """The checked request. To look at a schema may take long, and is done in another thread."""
         params = request.params
-        if isinstance(params, SamplingParams) and (params.guided_decoding or params.structured_outputs):
+        if isinstance(params, SamplingParams) and _has_form(params):
             return await self.beside(deadline, self._input.process, request)  # type: ignore[no-any-return]
         return self._input.process(request)
+
+    async def checked(self, params: SamplingParams, lora_request: LoRARequest | None) -> CheckedParams:
+        """`InputProcessor.check`, in a lane if that may take long."""
+        size = INLINE_CHARACTERS + 1 if _has_form(params) else 0
+        size = max(size, characters_of_words(params.bad_words or ()))
+        return await self._lanes.run(size, self._input.check, params, lora_request)
 
     async def beside(self, deadline: float | None, function: Callable[..., Any], *args: Any) -> Any:
         """In another thread, whatever the size."""
@@ -74,3 +81,8 @@ class Preparation:
             return await asyncio.wait_for(work, max(0.0, deadline - loop.time()))
         except asyncio.TimeoutError:  # noqa: UP041 - another class before Python 3.11
             raise TimeoutError("The request was not tokenized before its deadline.") from None
+
+
+def _has_form(params: SamplingParams) -> bool:
+    """Whether the output must have a form."""
+    return bool(params.guided_decoding or params.structured_outputs)

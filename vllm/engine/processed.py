@@ -24,10 +24,18 @@ SEED_BITS = 64
 SEED_MASK = (1 << SEED_BITS) - 1
 
 
+class CheckedParams(NamedTuple):
+    """Parameters that were checked against the model, and the form of the output that they had asked for."""
+
+    params: SamplingParams
+    grammar: GrammarSpec | None
+
+
 class RequestInput(NamedTuple):
     """One request as a user passes it.
 
     owns_params: the parameters were made, and so checked, for this request alone, and nobody else has them.
+    checked: what `InputProcessor.check` has made of the parameters, which several requests of one call share.
     account: the name that all requests of one call of a user have in common, if there are several.
     begins: where the output begins, which whoever has made a prompt of a chat knows; None if its tokens are to tell.
     """
@@ -43,6 +51,7 @@ class RequestInput(NamedTuple):
     owns_params: bool = False
     account: str | None = None
     begins: Begins | None = None
+    checked: CheckedParams | None = None
 
 
 class ProcessedRequest(NamedTuple):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
 from typing import Any, TypeVar
 
 from vllm.engine.tokenizer import Tokenizer
 from vllm.exceptions import EngineDeadError, QueueOverflowError
 from vllm.sampling_params import token_ids_of_words
 
+_S = TypeVar("_S")
 _T = TypeVar("_T")
 
 # Texts up to this many characters are tokenized where they are; the hop to another thread costs more.
@@ -195,6 +197,18 @@ class Lanes:
         work = loop.run_in_executor(self._long, function, *args)
         work.add_done_callback(self._on_long_done)
         return await work
+
+    async def run_each(self, size: int, function: Callable[[_S], _T], items: Iterable[_S]) -> list[_T]:
+        """`run` of a function for each of some items, for as long as somebody waits for it."""
+        is_left = False
+
+        def work() -> list[_T]:
+            return [function(item) for item in takewhile(lambda _: not is_left, items)]
+
+        try:
+            return await self.run(size, work)
+        finally:
+            is_left = True
 
     def _on_long_done(self, work: asyncio.Future[Any]) -> None:
         self._long_waiting -= 1

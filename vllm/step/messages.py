@@ -64,11 +64,6 @@ class CoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False)
     lends: bool = False
     begins: Begins | None = None
 
-    @property
-    def is_of_several_prompts(self) -> bool:
-        """Whether its account has other prompts, too: the account of one prompt has that one's name."""
-        return self.account is not None and not self.request_id.endswith(self.account)
-
 
 class CoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """What one step brought for one request; or a few short ones, see `extend`.

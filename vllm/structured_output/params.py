@@ -41,7 +41,7 @@ class GuidedDecodingParams:
         kinds = (self.json, self.regex, self.choice, self.grammar, self.json_object, self.structural_tag)
         if sum(kind is not None for kind in kinds) > 1:
             raise VLLMValidationError(
-                f"You can only use one kind of guided decoding but multiple are specified: {self.__dict__}",
+                f"You can only use one kind of guided decoding but multiple are specified: {show(self.__dict__)}",
                 parameter="guided_decoding",
             )
         _check_constraint_types("guided_decoding", self.__dict__)
@@ -92,12 +92,12 @@ class StructuredOutputsParams:
         if count > 1:
             raise VLLMValidationError(
                 "You can only use one kind of structured outputs constraint but multiple are specified: "
-                f"{self.__dict__}",
+                f"{show(self.__dict__)}",
                 parameter="structured_outputs",
             )
         if count < 1:
             raise VLLMValidationError(
-                f"You must use one kind of structured outputs constraint but none are specified: {self.__dict__}",
+                f"You must use one kind of structured outputs constraint but none are specified: {show(self.__dict__)}",
                 parameter="structured_outputs",
             )
         _check_constraint_types("structured_outputs", self.__dict__)

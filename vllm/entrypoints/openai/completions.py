@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.engine.processed import CheckedParams
 from vllm.entrypoints.openai.answers import (
     INLINE_ENTRIES,
     Part,
@@ -19,7 +20,7 @@ from vllm.entrypoints.openai.answers import (
     listed,
     pieces,
 )
-from vllm.entrypoints.openai.context import Prompt, ServerContext, Turns, merge, new_id
+from vllm.entrypoints.openai.context import Prompt, ServerContext, merge, new_id
 from vllm.entrypoints.openai.errors import APIError, bad_request
 from vllm.entrypoints.openai.events import DONE, AnswerEvents, failed, prompt_length
 from vllm.entrypoints.openai.logprobs import TokenText, completion_logprobs, prompt_logprobs
@@ -90,15 +91,17 @@ async def prepare(context: ServerContext, request: CompletionRequest, request_id
     _check_repeated(context, request, common, sum(map(len, tokens)))
     shown_name = name if len(prompts) > 1 else f"{name}-0"
     context.log_request(shown_name, prompts[0] if isinstance(prompts[0], str) else None, tokens, common)
-    turns = Turns()
+    adapter = context.adapter(request.model)
+    grammar = None if len(prompts) == 1 else (await context.engine.check_params(common, adapter)).grammar
+    call = context.engine.turns.call()
     for i, (prompt, ids, max_tokens) in enumerate(zip(prompts, tokens, lengths, strict=True)):
-        params = common if len(prompts) == 1 else common.with_max_tokens(max_tokens)
+        await call.next()
+        params = common if max_tokens == common.max_tokens else common.with_max_tokens(max_tokens)
         item: dict[str, Any] = {"prompt_token_ids": ids}
         if isinstance(prompt, str):
             item["prompt"] = prompt
         if request.cache_salt is not None:
             item["cache_salt"] = request.cache_salt
-        await turns.begun()
         work.append(
             Prompt(
                 context.engine,
@@ -108,13 +111,14 @@ async def prepare(context: ServerContext, request: CompletionRequest, request_id
                 request.priority,
                 context.request_timeout,
                 account=name if len(prompts) > 1 else None,
-                lora_request=context.adapter(request.model),
+                checked=CheckedParams(params, grammar) if len(prompts) > 1 else None,
+                lora_request=adapter,
                 prompt_adapter_request=context.prompt_adapter(request.model),
             )  # fmt: skip
         )
     as_ids = request.return_tokens_as_token_ids
     text_of = TokenText(
-        context.engine.input_processor.tokenizer_of(context.adapter(request.model)),
+        context.engine.input_processor.tokenizer_of(adapter),
         context.return_token_ids_as_text if as_ids is None else as_ids,
     )
     return Completion(request, shown, model, int(time.time()), work, text_of)

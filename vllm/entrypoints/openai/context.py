@@ -27,6 +27,7 @@ from vllm.logger import init_logger
 
 if TYPE_CHECKING:
     from vllm.engine.async_llm_engine import AsyncLLMEngine
+    from vllm.engine.processed import CheckedParams
     from vllm.engine.request_stream import RequestStream
     from vllm.entrypoints.openai.adapters import ServedAdapters
     from vllm.lora.request import LoRARequest
@@ -37,13 +38,10 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _T = TypeVar("_T")
-MAX_LOGGED_FIELDS, MAX_LOGGED_PARAMS = 64, 4096
+MAX_LOGGED_FIELDS = 64
 MAX_STRANGERS = 16
 MAX_SHOWN_NAME = 256
 LARGE_BYTES = 1 << 20  # a body that takes so long to read that others should not wait for it
-BEGUN_PER_TURN = 16  # prompts of one request, before others have their turn
-BEGUN_AT_ONCE = 64  # before it also rests
-LONGEST_REST_SECONDS = 0.005
 _SAFE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -164,11 +162,11 @@ class ServerContext:
         if intake is None:
             raise no_tokenizer()
 
-        def work() -> list[list[int]]:
-            return [intake.prompt(text, add_special_tokens, keep) for text in texts]
+        def work(text: str) -> list[int]:
+            return intake.prompt(text, add_special_tokens, keep)
 
         try:
-            return await self.engine.lanes.run(sum(map(len, texts)), work)
+            return await self.engine.lanes.run_each(sum(map(len, texts)), work, texts)
         except TooManyTokensError as error:
             raise bad_request(
                 f"This model's maximum context length is {self.max_model_len} tokens. However, you requested "
@@ -189,11 +187,8 @@ class ServerContext:
             shown = f" prompt: {text[:length]!r}," if text is not None else f" prompt ids: {list(prompts[0][:length])},"
         if len(prompts) > 1:
             shown += f" {len(prompts)} prompts,"
-        said = str(params)
-        if len(said) > MAX_LOGGED_PARAMS:  # a schema can have megabytes
-            said = f"{said[:MAX_LOGGED_PARAMS]}... ({len(said)} characters)"
         tokens = sum(map(len, prompts))
-        logger.info("Received request %s:%s %d prompt tokens, params: %s", request_id, shown, tokens, said)
+        logger.info("Received request %s:%s %d prompt tokens, params: %s", request_id, shown, tokens, params)
 
     def log_unknown_fields(self, names: Iterable[str]) -> None:
         """Say once per name that a field of a request has no effect; of at most MAX_LOGGED_FIELDS names."""
@@ -240,6 +235,7 @@ class Prompt:
     priority: int
     timeout: float | None
     account: str | None = None  # of all prompts of one request
+    checked: CheckedParams | None = None  # the parameters as they have them in common
     lora_request: LoRARequest | None = None
     prompt_adapter_request: PromptAdapterRequest | None = None
     begins: Begins | None = None
@@ -257,7 +253,7 @@ class Prompt:
         """Begin; the outputs come through the stream, which the caller has to close."""
         return await self.engine.open(
             self.item,  # type: ignore[arg-type]
-            self.params,
+            self.params if self.checked is None else self.checked,
             self.request_id,
             priority=self.priority,
             timeout=self.timeout,
@@ -308,32 +304,16 @@ def as_api_error(error: BaseException) -> APIError:
     return APIError(500, "The server failed to process the request.", "InternalServerError")
 
 
-class Turns:
-    """How a request prepares or begins its many prompts: a few at a time, then others have their turn. After the first
-    ones it also rests as long as it has worked, one such request after the other: the core has enough to do, and needs
-    the processor for others, too.
+async def open_all(prompts: Sequence[Prompt], streams: list[RequestStream], on_output: Callable[[int], None]) -> None:
+    """Begin all prompts of a call, in its turns; `on_output` is called with the number of one that has something.
+
+    streams: gets those that have begun, which the caller has to close.
     """
-
-    _rested = 0.0  # when all that have worked in this process will have rested
-
-    def __init__(self) -> None:
-        self._count, self._since = 0, time.perf_counter()
-
-    async def begun(self) -> None:
-        """A prompt has begun."""
-        self._count += 1
-        if self._count % BEGUN_PER_TURN:
-            return
-        now = time.perf_counter()
-        rest = 0.0
-        if self._count > BEGUN_AT_ONCE:
-            # two parts: the rest of this turn, and the time of the next one, which nobody else shall work in
-            worked = min(now - self._since, LONGEST_REST_SECONDS)
-            Turns._rested = max(now, Turns._rested) + worked
-            rest = Turns._rested - now
-            Turns._rested += worked
-        await asyncio.sleep(rest)
-        self._since = time.perf_counter()
+    call = prompts[0].engine.turns.call()
+    for index, prompt in enumerate(prompts):
+        await call.next()
+        streams.append(await prompt.open())
+        streams[index].listen(partial(on_output, index))
 
 
 async def merge(prompts: Sequence[Prompt]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
@@ -355,12 +335,7 @@ async def merge(prompts: Sequence[Prompt]) -> AsyncGenerator[tuple[int, RequestO
         changed.set()
 
     try:
-        turns = Turns()
-        for index, prompt in enumerate(prompts):
-            stream = await prompt.open()
-            streams.append(stream)
-            stream.listen(partial(on_output, index))
-            await turns.begun()
+        await open_all(prompts, streams, on_output)
         unfinished = len(prompts)
         while unfinished:
             await changed.wait()

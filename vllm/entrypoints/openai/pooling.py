@@ -13,7 +13,7 @@ import numpy as np
 from vllm.engine.texts import TooManyTokensError
 from vllm.entrypoints.openai import chat
 from vllm.entrypoints.openai.completions import usage_of
-from vllm.entrypoints.openai.context import Prompt, ServerContext, Turns, merge, new_id, no_tokenizer
+from vllm.entrypoints.openai.context import Prompt, ServerContext, merge, new_id, no_tokenizer
 from vllm.entrypoints.openai.errors import bad_request
 from vllm.entrypoints.openai.protocol import (
     ClassifyRequest,
@@ -86,8 +86,8 @@ async def _token_ids(
         raise no_tokenizer()
     kept = _truncation(request)
     try:
-        return await context.in_lane(
-            sum(map(len, texts)), lambda: [processor.pooled_ids(text, special, kept) for text in texts]
+        return await context.engine.lanes.run_each(
+            sum(map(len, texts)), lambda text: processor.pooled_ids(text, special, kept), texts
         )
     except TooManyTokensError as error:
         raise bad_request(
@@ -116,9 +116,9 @@ async def _begin(
     shown, name = new_id(prefix, request.request_id or header_id)
     ids = [item["prompt_token_ids"] for item in items]
     context.log_request(name if len(items) > 1 else f"{name}-0", items[0].get("prompt"), ids, params)
-    prompts, turns = [], Turns()
+    prompts, call = [], context.engine.turns.call()
     for i, item in enumerate(items):
-        await turns.begun()
+        await call.next()
         prompts.append(
             Prompt(
                 context.engine,

@@ -36,7 +36,7 @@ from vllm.entrypoints.openai.protocol import (
     _Request,
     checked,
 )
-from vllm.entrypoints.openai.sse import HEADERS, EventStream
+from vllm.entrypoints.openai.sse import HEADERS, EventStream, while_there
 from vllm.entrypoints.openai.strict_json import parse_object
 from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
@@ -229,10 +229,10 @@ async def stream(request: Request, events: EventStream) -> Response:
     context.load += 1
     events.on_close = on_close
     try:
-        there = await events.start(request.scope, request.receive)
+        await events.start(request.scope, request.receive)
     except Exception as error:
         raise as_api_error(error) from error
-    return events if there else Response(status_code=499)
+    return events
 
 
 @router.post("/v1/completions", openapi_extra=_schema(CompletionRequest), responses=GENERATING_ANSWERS)
@@ -240,7 +240,8 @@ async def create_completion(request: Request) -> Response:
     context = context_of(request)
     body = await read(request, CompletionRequest)
     try:
-        work = await completions.prepare(context, body, request.headers.get("x-request-id"))
+        async with while_there(request.scope, request.receive):
+            work = await completions.prepare(context, body, request.headers.get("x-request-id"))
     except Exception as error:
         raise as_api_error(error) from error
     if body.stream and not body.is_decided_at_end:
@@ -586,7 +587,8 @@ def _pooling_route(path: str) -> Callable[[Request], Awaitable[Response]]:
         body = await read(request, found.request)
         try:
             body.refuse_later_features()
-            work = await found.prepare(context, body, request.headers.get("x-request-id"))
+            async with while_there(request.scope, request.receive):
+                work = await found.prepare(context, body, request.headers.get("x-request-id"))
         except Exception as error:
             raise as_api_error(error) from error
         return await answer(request, lambda: work(context))

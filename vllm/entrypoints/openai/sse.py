@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import partial
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.responses import Response
@@ -13,7 +12,7 @@ from starlette.responses import Response
 from vllm.engine.request_stream import RequestStream, is_failed
 from vllm.entrypoints.openai.answers import INLINE_ENTRIES, count_entries, has_logprobs
 from vllm.entrypoints.openai.connection import ChunkWriter, chunk_writer
-from vllm.entrypoints.openai.context import Prompt, Turns, as_api_error
+from vllm.entrypoints.openai.context import Prompt, as_api_error, open_all
 from vllm.entrypoints.openai.errors import APIError
 from vllm.entrypoints.openai.limits import SlowReaderError, take_back_cancel
 
@@ -74,46 +73,20 @@ class EventStream(Response):
         self._gone = False  # the connection has ended
         self.on_close: Callable[[], None] | None = None  # called once, when nothing more will be sent
 
-    async def start(self, scope: Any, receive: Any) -> bool:
+    async def start(self, scope: Any, receive: Any) -> None:
         """Begin the requests and wait for the first event; what is raised until then is raised here, in time for the
-        status to say so. Whether the client is still there: nothing may be sent otherwise.
+        status to say so, also that the client has left (`while_there`).
         """
-        task, writer = asyncio.current_task(), chunk_writer(scope)
-        watcher = None if writer is not None else asyncio.ensure_future(_until_disconnect(receive))
-
-        def leave(*_: object) -> None:
-            self._gone = True
-            if task is not None:
-                task.cancel()
-
         try:
-            if writer is not None:
-                writer.watch(leave)
-            elif watcher is not None:
-                watcher.add_done_callback(leave)
-            await self._await_first()
+            async with while_there(scope, receive):
+                await self._await_first()
             self._begun = True
-        except BaseException as error:
+        except BaseException:
             self._close()
-            if self._gone and isinstance(error, asyncio.CancelledError):
-                take_back_cancel(task)
-                return False
             raise
-        finally:
-            if writer is not None:
-                writer.watch(None)
-            elif watcher is not None:
-                watcher.remove_done_callback(leave)
-                watcher.cancel()
-        return True
 
     async def _await_first(self) -> None:
-        turns = Turns()
-        for index, prompt in enumerate(self._prompts):
-            stream = await prompt.open()
-            self._streams.append(stream)
-            stream.listen(partial(self._on_output, index))
-            await turns.begun()
+        await open_all(self._prompts, self._streams, self._on_output)
         while not self._ready and not self._complete:
             await self._changed.wait()
             self._changed.clear()
@@ -295,6 +268,41 @@ class EventStream(Response):
 
 def _is_end(output: RequestOutput) -> bool:
     return output.finished and not is_failed(output)
+
+
+@asynccontextmanager
+async def while_there(scope: Any, receive: Any) -> AsyncIterator[None]:
+    """What is done inside is cancelled as soon as the client of a request is gone that was read as a whole. Raises
+    APIError 499 then, which nobody gets to see but the log.
+    """
+    task, writer, gone = asyncio.current_task(), chunk_writer(scope), False
+    watcher = None if writer is not None else asyncio.ensure_future(_until_disconnect(receive))
+
+    def leave(*_: object) -> None:
+        nonlocal gone
+        gone = True
+        if task is not None:
+            task.cancel()
+
+    try:
+        if writer is not None:
+            writer.watch(leave)
+        elif watcher is not None:
+            watcher.add_done_callback(leave)
+        yield
+        if gone:
+            await asyncio.sleep(0)  # is cancelled
+    except asyncio.CancelledError:
+        if not gone:
+            raise
+        take_back_cancel(task)
+        raise APIError(499, "The client has left.", "ClientClosedRequest") from None
+    finally:
+        if writer is not None:
+            writer.watch(None)
+        elif watcher is not None:
+            watcher.remove_done_callback(leave)
+            watcher.cancel()
 
 
 async def _until_disconnect(receive: Any) -> None:
