@@ -116,6 +116,21 @@ def test_first_masks_are_computed_one_by_one_and_at_one_place_once(served: Serve
     assert not masks.errors and masks.bits.tolist() == [[0xFFFFFFFF]] * 40
 
 
+@pytest.mark.parametrize("count", [40, 500])
+def test_many_that_begin_with_one_slow_grammar_hold_up_a_step_no_longer_than_one(served: Served, count: int) -> None:
+    served.slow.cost = 4 * MASK_SECONDS
+    served.add(count)
+    begun = served.slow.now
+    served.grammars.masks(served.running, range(count))  # of their first tokens
+    longest = served.slow.now - begun
+    while served.slow.now < begun + 5.0 and served.running:
+        before = served.slow.now
+        served.step()
+        longest = max(longest, served.slow.now - before)
+    assert served.slow.num_masks > 5
+    assert longest < 0.001 + 2 * served.slow.cost
+
+
 def test_alone_they_have_all_of_the_time(served: Served) -> None:
     served.add(5)
     served.slow.cost = MIN_MASK_SECONDS

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
 
 from vllm.structured_output.grammar import Grammar
 
@@ -13,10 +16,21 @@ EXCESS_SECONDS = 1.0
 HALF_LIFE_SECONDS = 10.0  # half of it is forgotten in that time
 
 
+class FirstMask(NamedTuple):
+    """Which tokens a text of a grammar may begin with. row: [words] uint32.   seconds: that computing it has taken."""
+
+    row: np.ndarray
+    may_end: bool
+    seconds: float
+
+
 class Share:
-    """What all requests with one grammar have taken together. seconds: beyond what they may; is_over: too much."""
+    """What all requests with one grammar have, and have taken, together. seconds: beyond what they may; is_over: too
+    much.
+    """
 
     def __init__(self) -> None:
+        self.first: FirstMask | None = None
         self.seconds = 0.0
         self.num_users = 0
         self.is_over = False

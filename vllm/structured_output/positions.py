@@ -17,7 +17,7 @@ from weakref import WeakSet
 
 import numpy as np
 
-from vllm.structured_output.grammar import NO_TOKEN
+from vllm.structured_output.grammar import NO_TOKEN, GrammarError
 from vllm.structured_output.spec import JSON, GrammarSpec
 
 TABLE_BYTES = 64 << 20
@@ -278,9 +278,10 @@ class MaskTable:
 class Node:
     """A place that texts of one grammar have reached. row: of its mask in the table's generation, -1 if it is not
     known.   only: the one token that may follow, NO_TOKEN if there are several.   may_end: whether the text may.
+    problem: why no text can go on there, if none can.
     """
 
-    __slots__ = ("generation", "may_end", "only", "place", "row", "then")
+    __slots__ = ("generation", "may_end", "only", "place", "problem", "row", "then")
 
     def __init__(self, place: _Place) -> None:
         self.place = place
@@ -288,6 +289,7 @@ class Node:
         self.row = self.generation = -1
         self.only = NO_TOKEN
         self.may_end = False
+        self.problem: GrammarError | None = None
 
 
 class Places:

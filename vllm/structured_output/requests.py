@@ -17,7 +17,7 @@ import numpy as np
 
 from vllm.sampling_params import SamplingParams
 from vllm.structured_output.compiler import Compiled, GrammarCompiler
-from vllm.structured_output.excess import MASK_SECONDS, Excess, Share
+from vllm.structured_output.excess import MASK_SECONDS, Excess, FirstMask, Share
 from vllm.structured_output.grammar import NO_TOKEN, Backend, Grammar, GrammarError, Matcher, refused
 from vllm.structured_output.positions import MaskTable, Node
 from vllm.structured_output.vocabulary import WORD_BITS
@@ -140,6 +140,11 @@ class _State:
     @property
     def is_new(self) -> bool:
         return self.position == self.begin
+
+    @property
+    def may_share_first(self) -> bool:
+        """Whether its mask is the first of its grammar, which is nobody's own, and places do not tell it."""
+        return self.position == self.begin and self.node is None and not self.put_off
 
     def take_in(self, token: int) -> None:
         """The text goes on with a token that its mask allowed."""
@@ -486,6 +491,8 @@ class GrammarRequests:
                 rows.append(node.row)
                 if node.may_end:
                     may_end.append(i)
+            elif node is not None and node.problem is not None:
+                self._settle(state, bits[i], False, node.problem)
             elif node is not None and table is not None and not again and id(node) in places:
                 twins.append(i)
             else:
@@ -521,19 +528,35 @@ class GrammarRequests:
         ends: list[int] = []
         begin = 0
         while begin < len(states):
-            if self._clock() < self._slow_until:
+            begun = time.perf_counter()
+            if states[begin].may_share_first and states[begin].share.first is not None:
+                end, found = begin + 1, self._share_first(states[begin], bits[begin])
+            elif self._clock() < self._slow_until:
                 end = begin + 1
                 found = self._compute_slow(backend, states[begin:end], bits[begin:end])
             else:
                 end = _together_from(states, begin)
-                begun = time.perf_counter()
                 found = self._compute_some(backend, states[begin:end], bits[begin:end])
                 quick -= time.perf_counter() - begun
                 if quick < 0:
                     self._slow_until = self._clock() + SLOW_SECONDS
+            if states[begin].may_share_first and states[begin].problem is None and states[begin].share.first is None:
+                states[begin].share.first = FirstMask(bits[begin].copy(), bool(found), time.perf_counter() - begun)
             ends += [begin + place for place in found] if begin else found
             begin = end
         return ends
+
+    def _share_first(self, state: _State, row: np.ndarray) -> list[int]:
+        """Give a request the first mask of its grammar, as another has it. What that took, the next may take."""
+        first = state.share.first
+        assert first is not None
+        row[:] = first.row
+        if first.seconds > QUICK_SECONDS:
+            self._pace(state, first.seconds)
+        if not first.may_end:
+            return []
+        self._settle(state, row, True, None)
+        return [0]
 
     def _compute_slow(self, backend: Backend, one: Sequence[_State], bits: np.ndarray) -> list[int]:
         """As `_compute`, of one that may take long."""
@@ -576,7 +599,10 @@ class GrammarRequests:
         for i, state in enumerate(states):
             if state.put_off and state.position - state.begin < state.min_tokens:
                 _forbid(bits[i], state.put_off)
-            if state.node is None or state.table is None or i in errors:
+            if state.node is None or state.table is None:
+                continue
+            if i in errors:  # as all texts there would
+                state.node.problem = errors[i]
                 continue
             if i in filled.may_end or i not in filled.dead:
                 state.node.may_end = i in filled.may_end
