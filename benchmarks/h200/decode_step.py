@@ -95,7 +95,7 @@ def without(name: str, program: DecodeProgram) -> Iterator[None]:
         setattr(decode_program, target, original)
 
 
-FUNCTIONS = ("decode_attention", "join_rows", "choose_experts", "rise", "fall", "routed_mlp")
+FUNCTIONS = ("decode_attention", "join_rows", "rise", "fall", "routed_mlp")
 
 
 def shares(bench: Bench, program: DecodeProgram, ms: float) -> dict[str, float]:

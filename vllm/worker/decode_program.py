@@ -28,8 +28,8 @@ from vllm.ops.triton.decode_attention import DecodeRows, decode_attention
 from vllm.ops.triton.decode_experts import (
     MOST_EXPERTS,
     ChosenExperts,
+    Router,
     choose_by_logits,
-    choose_experts,
     fall,
     fall_tiles,
     rise,
@@ -435,15 +435,16 @@ class DecodeProgram:
     ) -> Rows:  # fmt: skip
         """The feed-forward part of one row with experts: what `_ffn` does."""
         s, pdl, weight, shared = self._stream, self._pdl, router.weight, ffn.shared
+        chooser = None
         if router.change is not None or not isinstance(weight, Tensor):
             choose_by_logits(self._product(router, x, self._room(router)), room, ffn.renormalize, pdl)
         else:
             soon = None if reader is None or not isinstance(reader.weight, Tensor) else reader.weight
-            choose_experts(x, weight, room, ffn.renormalize, soon, pdl)
+            chooser = Router(weight, ffn.renormalize, soon)
         up, down = (None, None) if shared is None else (shared.up.weight, shared.down.weight)
         if not (up is None or isinstance(up, Tensor)) or not (down is None or isinstance(down, Tensor)):
             raise RuntimeError("A shared expert is stored as plain numbers.")
-        rise(x, ffn.gate_up, up, ffn.act, room, pdl)
+        rise(x, ffn.gate_up, up, ffn.act, room, pdl, chooser)
         if not self._alone or branch is not None:
             fall(ffn.down, down, room, s, self._branch, pdl=pdl)
             return self._collect(self._branch, branch, after, layer.scale, out)
