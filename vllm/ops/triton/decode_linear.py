@@ -49,7 +49,9 @@ from vllm.ops.triton.decode_parts import (
     take_shares,
 )
 from vllm.ops.triton.float8 import ASSEMBLY, BLOCK, Float8Weight, float8_floats, float8_numbers
-from vllm.ops.triton.packed_linear import WORDS, PackedWords, choose_packed_tiling, launch_packed
+from vllm.ops.triton.packed_few import choose_few_tiling, launch_few, takes_few
+from vllm.ops.triton.packed_linear import PackedWords, choose_packed_tiling, launch_packed
+from vllm.ops.triton.packed_row import choose_row_tiling, launch_row, takes_row
 
 STORE, GATED, RESIDUAL, ARGMAX = range(4)
 DTYPES = [torch.bfloat16, torch.float16]  # of rows, and of weights without scales
@@ -372,10 +374,14 @@ def run_product(
     const = {"N": p.outputs, "K": inputs, "WIDTH": s.width, "BN": t.rows, "BK": t.depth, "MODE": p.mode}
     const |= {"ACT": -1 if p.act is None else KINDS[p.act], "NORM": norm, "NEXT": next_weight is not None}
     const |= {"BIAS": p.bias is not None, "PDL": pdl, "num_warps": t.warps}
+    behind = (squares, tiles, eps, *rest, p.scale)
+    if t.registers and not isinstance(p.weight, Tensor):
+        launch_row(rows, p.weight, (bias, to), behind, t, const, extra)
+        return
     if isinstance(p.weight, PackedWords):
         del const["BK"]
-        behind = (squares, tiles, eps, *rest, p.scale)
-        launch_packed(rows, p.weight, (bias, to), parts, behind, s.rows, t, const, extra)
+        launch = launch_few if t.whole else launch_packed
+        launch(rows, p.weight, (bias, to), parts, behind, s.rows, t, const, extra)
         return
     rest = (*rest, *((None,) * 3 if masks is None else (*masks, masks[1].shape[1])), p.scale)
     const["MASKED"] = masks is not None
@@ -534,9 +540,12 @@ def choose_product_tiling(rows: int, weight: Weight, mode: int) -> Tiling:
     """The tiling of a product with a weight, packed or not."""
     outputs, inputs = weight.shape
     outputs //= 2 if mode == GATED else 1
+    if rows == 1 and mode != ARGMAX and not isinstance(weight, Tensor) and takes_row(weight):
+        return choose_row_tiling(weight, mode)
+    if isinstance(weight, PackedWords) and rows > 8 and takes_few(weight, mode):
+        return choose_few_tiling(rows, weight, mode)
     if isinstance(weight, PackedWords):
-        fine = weight.format == "int4" and weight.words.shape[2] == WORDS[0]
-        return choose_packed_tiling(rows, outputs, weight.words.shape[0], fine)
+        return choose_packed_tiling(rows, outputs, weight.words.shape[0])
     if isinstance(weight, Float8Weight) and rows == 1:
         return _float8_vector_tiling(outputs, inputs, mode)
     if isinstance(weight, Float8Weight):
