@@ -119,13 +119,13 @@ def hopper_tilings(rows: int, weight: PackedWords | Float8Weight, mode: int) -> 
             for ahead, registers in ((1, 64), (1, 80), (2, 80), (2, 96), (3, 96), (2, 128), (3, 128), (4, 128))
             if blocks % warps == 0 and ahead <= blocks // warps <= 16
         ]
-    if rows == 1 or not isinstance(weight, PackedWords) or not takes_few(weight, mode):
+    if not takes_few(rows, weight, mode):
         return []
     tiles = weight.shape[0] // 64 // (2 if gated else 1)
     return [
-        Tiling(False, 64, max(16, triton.next_power_of_2(rows)), 4, split, stages, whole=True)
+        Tiling(False, 64, max(16, triton.next_power_of_2(rows)), 8 if gated else 4, split, stages, whole=True)
         for split in (1, 2, 4, 8)
-        for stages in (2, 3, 4)
+        for stages in (2, 3, 4, 6)
         if split == 1 or tiles * split < 700
     ]
 

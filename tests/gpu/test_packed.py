@@ -80,7 +80,7 @@ def test_what_follows_a_product_on_hopper(kind, rows, dtype):
     def choose(weight, mode):
         tiling = choose_product_tiling(rows, weight, mode)
         assert bool(tiling.registers) == (rows == 1)
-        assert rows == 1 or tiling.whole == (kind in ("int4", "int4 by 256"))
+        assert rows == 1 or tiling.whole == (kind != "int4 with zeros")
         return tiling
 
     check_what_follows(lambda w: pack(w, dtype), kind, rows, dtype, choose)

@@ -1,7 +1,8 @@
-"""The product of several rows with weights of 4 bits on Hopper GPUs, in Gluon, with what follows it folded in: numbers
-are made of the next codes while the matrix units multiply the last ones, and sums get their scales a group at a time.
+"""The product of several rows with weights of 4 bits or 8-bit floats on Hopper GPUs, in Gluon, with what follows it
+folded in: numbers are made of the next codes while the matrix units multiply the last ones, and sums get their scales a
+group at a time.
 
-Words as in `packed_linear`, 64 a block and output. Words and inputs of a block come through TMA, words before the
+Blocks of 128 bytes of an output, as in `packed_row`. Words and inputs of a block come through TMA, words before the
 kernel in front has ended. The weight is the left operand and stays in registers.
 """
 
@@ -25,31 +26,26 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from vllm.ops.triton.activation import apply_activation
-from vllm.ops.triton.decode_parts import Tiling, has_warp_roles, processors
-from vllm.ops.triton.packed_linear import ASSEMBLY, PackedWords, number_assembly
+from vllm.ops.triton.decode_parts import Tiling, processors
+from vllm.ops.triton.float8 import Float8Weight
+from vllm.ops.triton.packed_linear import PackedWords, number_assembly
 
 _WORDS = 64
-_OUTPUTS = 64  # of a program
 _MOST_PROGRAMS = 384
 _MEMORY = 227 << 10  # shared, of a processor
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-# the name that newer releases of Triton have for it
+# the names that newer releases of Triton have for them
 _load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+_view = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 
 @gluon.jit
-def _ask_words(words, there, ws, block, first_n, N: gl.constexpr, ROWS: gl.constexpr, BN: gl.constexpr,
-               TILES: gl.constexpr, BM: gl.constexpr, slot, pred):  # fmt: skip
-    """A block's words, to its place. The barrier waits for its inputs, too."""
-    mbarrier.expect(there.index(slot), TILES * BN * 128 + BM * 512, pred=pred)
-    for t in gl.static_range(TILES):
-        _load_tile(words, [block * ROWS + t * N + first_n, 0], there.index(slot), ws.index(slot * TILES + t), pred=pred)
-
-
-@gluon.jit
-def _ask_inputs(x, there, xs, block, slot, pred):
-    for i in gl.static_range(4):
-        _load_tile(x, [0, block * 256 + i * 64], there.index(slot), xs.index(slot * 4 + i), pred=pred)
+def _ask_words(words, there, ws, block, pid, slot, pred, CODES: gl.constexpr, TILES: gl.constexpr, BM: gl.constexpr):
+    """A block's words, to their place. The barrier waits for its inputs, too."""
+    mbarrier.expect(there.index(slot), TILES * 64 * 128 + BM * CODES * 128, pred=pred)
+    at = [block * TILES, pid * 64, 0] if CODES == 4 else [0, pid * 64, block * 64]
+    _load_tile(words, at, there.index(slot), ws.index(slot), pred=pred)
 
 
 @gluon.jit
@@ -64,19 +60,21 @@ def _numbers(words, ASM: gl.constexpr, HALF: gl.constexpr):
 @gluon.jit(do_not_specialize=["tiles_in", "M"])
 def _few_kernel(
     x, words, scales, bias, out, part, arrived, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out,
-    scale: gl.constexpr, M, N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, WIDTH: gl.constexpr,
-    SQUARES: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
+    scale: gl.constexpr, M, N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, CODES: gl.constexpr,
+    WIDTH: gl.constexpr, SQUARES: gl.constexpr, BM: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
     MODE: gl.constexpr, ACT: gl.constexpr, NORM: gl.constexpr, NEXT: gl.constexpr, BIAS: gl.constexpr,
-    PDL: gl.constexpr, ASM0: gl.constexpr, ASM1: gl.constexpr, ASM2: gl.constexpr, ASM3: gl.constexpr,
+    PDL: gl.constexpr, X_LAYOUT: gl.constexpr, W_LAYOUT: gl.constexpr, ASM0: gl.constexpr, ASM1: gl.constexpr,
+    ASM2: gl.constexpr, ASM3: gl.constexpr,
 ):  # fmt: skip
-    """Grid (N / BN, SPLIT), of up to BM rows. x: [M, K], words: [blocks * ROWS, 64], both as descriptors. ASM: what
-    makes numbers of each of a word's codes.
+    """Grid (N / 64, SPLIT), of up to BM rows. x: [K / 64, M, 64], words: [blocks * TILES, N, 64] or, of 8-bit floats,
+    [TILES, N, K / 2], both as descriptors. ASM: what makes numbers of each of the CODES in 16 bits. Of a gated product
+    there are two tiles of outputs, in warps of their own.
     """
-    BLOCKS: gl.constexpr = K // 256
+    BLOCKS: gl.constexpr = K // (64 * CODES)
     SHARE: gl.constexpr = (BLOCKS + SPLIT - 1) // SPLIT
-    GATED: gl.constexpr = MODE == 1
-    TILES: gl.constexpr = 2 if GATED else 1
+    TILES: gl.constexpr = 2 if MODE == 1 else 1
     ROWS: gl.constexpr = TILES * N
+    BN: gl.constexpr = TILES * 64
     ASMS: gl.constexpr = (ASM0, ASM1, ASM2, ASM3)
     dtype: gl.constexpr = x.dtype
     HALF: gl.constexpr = dtype == gl.float16
@@ -84,11 +82,12 @@ def _few_kernel(
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     pid = gl.program_id(0)
     share = gl.program_id(1)
-    first_n = pid * BN
     begin = share * SHARE
     end = gl.minimum(begin + SHARE, BLOCKS)
-    xs = gl.allocate_shared_memory(dtype, [STAGES * 4, BM, 64], x.layout)
-    ws = gl.allocate_shared_memory(gl.int16, [STAGES * TILES, BN, 64], words.layout)
+    x_places = gl.allocate_shared_memory(dtype, [STAGES, CODES, BM, 64], x.layout)
+    w_places = gl.allocate_shared_memory(gl.int16, [STAGES, TILES, 64, 64], words.layout)
+    xs = _view(x_places, dtype, [STAGES * CODES, BM, 64], X_LAYOUT)
+    ws = _view(w_places, gl.int16, [STAGES, BN, 64], W_LAYOUT)
     there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(there.index(i), count=1)
@@ -96,96 +95,93 @@ def _few_kernel(
     if PDL:
         gdc_launch_dependents()
     for i in gl.static_range(STAGES):
-        _ask_words(words, there, ws, begin + i, first_n, N, ROWS, BN, TILES, BM, i, begin + i < end)
-    n = first_n + gl.arange(0, BN, gl.SliceLayout(1, mma))
+        _ask_words(words, there, w_places, begin + i, pid, i, begin + i < end, CODES, TILES, BM)
+    r = gl.arange(0, BN, gl.SliceLayout(1, mma))
+    row = pid * 64 + r % 64 + r // 64 * N  # of the weight
     m = gl.arange(0, BM, gl.SliceLayout(0, mma))
-    in_m = m < M
-    row_scales = scales + n
-    s = ()
-    for t in gl.static_range(TILES):
-        for g in gl.static_range(2):
-            s += (gl.load(row_scales + t * N + (begin * 256 + g * 128) // GROUP * ROWS),)  # type: ignore[assignment]
+    row_scales = scales + row
+    soon = gl.minimum(begin, BLOCKS - 1) * 256
+    near = gl.load(row_scales + (soon // GROUP * ROWS if CODES == 4 else 0))
+    far = near
+    if CODES == 4:
+        far = gl.load(row_scales + (soon + 128) // GROUP * ROWS)
     if PDL:
         gdc_wait()
     for i in gl.static_range(STAGES):
-        _ask_inputs(x, there, xs, begin + i, i, begin + i < end)
+        _load_tile(x, [(begin + i) * CODES, 0, 0], there.index(i), x_places.index(i), pred=begin + i < end)
     acc = gl.zeros([BN, BM], gl.float32, mma)
-    up = acc
     zero = acc
     for b in range(begin, end):
         slot = (b - begin) % STAGES
         mbarrier.wait(there.index(slot), (b - begin) // STAGES % 2)
-        following = gl.minimum(b + 1, end - 1)
-        more = ()
-        for t in gl.static_range(TILES):
-            for g in gl.static_range(2):
-                more += (gl.load(row_scales + t * N + (following * 256 + g * 128) // GROUP * ROWS),)  # type: ignore[assignment]
-        a = ()
-        for t in gl.static_range(TILES):
-            a += (ws.index(slot * TILES + t).load(left),)  # type: ignore[assignment]
-        before = ()
-        for u in gl.static_range(2 * TILES):  # groups of the first tile, then of the second
-            first = _numbers(a[u // 2], ASMS[u % 2 * 2], HALF)
-            second = _numbers(a[u // 2], ASMS[u % 2 * 2 + 1], HALF)
-            token = warpgroup_mma(
-                first, xs.index(slot * 4 + u % 2 * 2).permute((1, 0)), zero, use_acc=False, is_async=True
-            )
-            token = warpgroup_mma(second, xs.index(slot * 4 + u % 2 * 2 + 1).permute((1, 0)), token, is_async=True)
-            if u > 0:
-                done = warpgroup_mma_wait(2, deps=(before[u - 1],))
-                if u - 1 < 2:
-                    acc += done * gl.expand_dims(s[u - 1].to(gl.float32), 1)
-                else:
-                    up += done * gl.expand_dims(s[u - 1].to(gl.float32), 1)
-            before += (token,)  # type: ignore[assignment]
-        done = warpgroup_mma_wait(0, deps=(before[2 * TILES - 1],))
-        if GATED:
-            up += done * gl.expand_dims(s[2 * TILES - 1].to(gl.float32), 1)
+        a = ws.index(slot).load(left)
+        x0 = xs.index(slot * CODES).permute((1, 0))
+        x1 = xs.index(slot * CODES + 1).permute((1, 0))
+        first = _numbers(a, ASMS[0], HALF)
+        if CODES == 4:
+            following = gl.minimum(b + 1, end - 1)
+            next_near = gl.load(row_scales + following * 256 // GROUP * ROWS)
+            next_far = gl.load(row_scales + (following * 256 + 128) // GROUP * ROWS)
+            one = warpgroup_mma(first, x0, zero, use_acc=False, is_async=True)
+            second = _numbers(a, ASMS[1], HALF)
+            one = warpgroup_mma(second, x1, one, is_async=True)
+            third = _numbers(a, ASMS[2], HALF)
+            two = warpgroup_mma(third, xs.index(slot * 4 + 2).permute((1, 0)), zero, use_acc=False, is_async=True)
+            fourth = _numbers(a, ASMS[3], HALF)
+            two = warpgroup_mma(fourth, xs.index(slot * 4 + 3).permute((1, 0)), two, is_async=True)
+            acc += warpgroup_mma_wait(2, deps=(one,)) * gl.expand_dims(near.to(gl.float32), 1)
+            acc += warpgroup_mma_wait(0, deps=(two,)) * gl.expand_dims(far.to(gl.float32), 1)
+            near = next_near
+            far = next_far
         else:
-            acc += done * gl.expand_dims(s[2 * TILES - 1].to(gl.float32), 1)
-        s = more
+            one = warpgroup_mma(first, x0, acc, is_async=True)
+            second = _numbers(a, ASMS[1], HALF)
+            one = warpgroup_mma(second, x1, one, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=(one,))
         ahead = b + STAGES
-        _ask_words(words, there, ws, ahead, first_n, N, ROWS, BN, TILES, BM, slot, ahead < end)
-        _ask_inputs(x, there, xs, ahead, slot, ahead < end)
-    in_n = n < N
-    keep = in_m[None, :] & in_n[:, None]
-    at = m[None, :] * N + n[:, None]
+        _ask_words(words, there, w_places, ahead, pid, slot, ahead < end, CODES, TILES, BM)
+        _load_tile(x, [ahead * CODES, 0, 0], there.index(slot), x_places.index(slot), pred=ahead < end)
+    if CODES == 2:
+        acc *= gl.expand_dims(near.to(gl.float32), 1)
     if SPLIT > 1:
-        SIZE: gl.constexpr = BM * N
-        gl.store(part + share * SIZE + at, acc, mask=keep)
-        if GATED:
-            gl.store(part + (SPLIT + share) * SIZE + at, up, mask=keep)
-        gl.thread_barrier()
+        SIZE: gl.constexpr = BM * ROWS
+        at = part + m[None, :] * ROWS + row[:, None]
+        gl.store(at + share * SIZE, acc)
+        _barrier()
         came = gl.atomic_add(arrived + pid, 1, sem="acq_rel")
         if came != SPLIT - 1:
             return
         gl.store(arrived + pid, 0)
         acc = zero
-        up = zero
         for i in gl.static_range(SPLIT):
-            acc += gl.load(part + i * SIZE + at, mask=keep, other=0.0, cache_modifier=".cg")
-            if GATED:
-                up += gl.load(part + (SPLIT + i) * SIZE + at, mask=keep, other=0.0, cache_modifier=".cg")
+            acc += gl.load(at + i * SIZE, cache_modifier=".cg")
     if NORM:
         wide: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
-        r = gl.arange(0, BM, gl.SliceLayout(1, wide))
+        p = gl.arange(0, BM, gl.SliceLayout(1, wide))
         j = gl.arange(0, SQUARES, gl.SliceLayout(0, wide))
-        listed = (r < M)[:, None] & (j < tiles_in)[None, :]
-        parts = gl.load(squares_in + r[:, None] * tiles_in + j[None, :], mask=listed, other=0.0)
+        listed = (p < M)[:, None] & (j < tiles_in)[None, :]
+        parts = gl.load(squares_in + p[:, None] * tiles_in + j[None, :], mask=listed, other=0.0)
         rstd = gl.convert_layout(gl.rsqrt(gl.sum(parts, 1) / WIDTH + eps), gl.SliceLayout(0, mma))
         acc = acc * gl.expand_dims(rstd, 0)
-        if GATED:
-            up = up * gl.expand_dims(rstd, 0)
     if BIAS:
-        acc += gl.expand_dims(gl.load(bias + n, mask=in_n, other=0.0).to(gl.float32), 1)
-        if GATED:
-            up += gl.expand_dims(gl.load(bias + N + n, mask=in_n, other=0.0).to(gl.float32), 1)
-    if ACT >= 0:
+        acc += gl.expand_dims(gl.load(bias + row).to(gl.float32), 1)
+    keep = (m < M)[None, :]
+    at = m[None, :] * N + row[:, None]
+    if ACT >= 0 and MODE != 1:
         acc = apply_activation(acc, ACT)
     if MODE == 0:
         gl.store(out + at, acc.to(out.dtype.element_ty), mask=keep)
     elif MODE == 1:
-        gl.store(out + at, (acc * up).to(out.dtype.element_ty), mask=keep)
+        pairs: gl.constexpr = gl.BlockedLayout([1, 1, 2], [16, 2, 1], [4, gl.num_warps() // 4, 1], [2, 0, 1])
+        flat: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [4, gl.num_warps() // 4], [0, 1])
+        gate, up = gl.split(gl.convert_layout(gl.permute(gl.reshape(acc, [2, 64, BM]), (1, 2, 0)), pairs))
+        gate = gl.convert_layout(gate, flat)
+        up = gl.convert_layout(up, flat)
+        n = pid * 64 + gl.arange(0, 64, gl.SliceLayout(1, flat))
+        k = gl.arange(0, BM, gl.SliceLayout(0, flat))
+        if ACT >= 0:
+            gate = apply_activation(gate, ACT)
+        gl.store(out + k[None, :] * N + n[:, None], (gate * up).to(out.dtype.element_ty), mask=(k < M)[None, :])
     else:
         y = acc.to(h.dtype.element_ty).to(gl.float32)
         if scale != 1.0:
@@ -194,49 +190,66 @@ def _few_kernel(
         gl.store(h + at, y, mask=keep)
         if NEXT:
             f = y.to(gl.float32)
-            factor = gl.load(next_weight + n, mask=in_n, other=0.0).to(gl.float32)
+            factor = gl.load(next_weight + row).to(gl.float32)
             gl.store(scaled + at, (f * gl.expand_dims(factor, 1)).to(scaled.dtype.element_ty), mask=keep)
-            gl.store(squares_out + m * ((N + BN - 1) // BN) + pid, gl.sum(f * f, 0), mask=in_m)
+            gl.store(squares_out + m * (N // 64) + pid, gl.sum(f * f, 0), mask=m < M)
 
 
-def takes_few(weight: PackedWords, mode: int) -> bool:
-    """Whether the kernel multiplies by a weight: of the widths and groups it is cut for, on the GPU it is cut for."""
-    if not ASSEMBLY or mode == 3 or weight.format != "int4" or weight.offsets is not None or not has_warp_roles():
+def takes_few(rows: int, weight: PackedWords | Float8Weight, mode: int) -> bool:
+    """Whether the kernel multiplies so many rows by a weight: of the widths and groups it is cut for."""
+    if not (8 if isinstance(weight, PackedWords) else 1) < rows <= 64:
         return False
-    (n, k), n_tile = weight.shape, _OUTPUTS * (2 if mode == 1 else 1)
-    return weight.words.shape[2] == _WORDS and k % 256 == 0 and n % n_tile == 0 and weight.group % 128 == 0
+    if isinstance(weight, PackedWords):
+        fitting = weight.format == "int4" and weight.offsets is None and weight.words.shape[2] == _WORDS
+        if not fitting or weight.group % 128 or weight.shape[1] % 256:
+            return False
+    return weight.shape[0] % (128 if mode == 1 else 64) == 0
 
 
-def choose_few_tiling(rows: int, weight: PackedWords, mode: int) -> Tiling:
+def choose_few_tiling(rows: int, weight: PackedWords | Float8Weight, mode: int) -> Tiling:
     """From times of whole steps on an H200 (`benchmarks/h200/tune_decode.py`, `h200_packed_rows.json`)."""
-    depth, blocks, split = max(16, triton.next_power_of_2(rows)), weight.words.shape[0], 1
-    tiles = weight.shape[0] // _OUTPUTS // (2 if mode == 1 else 1)
+    codes, pair = 4 if isinstance(weight, PackedWords) else 2, 2 if mode == 1 else 1
+    depth, blocks, split = max(16, triton.next_power_of_2(rows)), weight.shape[1] // (64 * codes), 1
+    tiles = weight.shape[0] // 64 // pair
     while split < 4 and 2 * tiles * split <= _MOST_PROGRAMS and blocks >= 4 * split:
         split *= 2
-    if mode == 1:
-        return Tiling(False, _OUTPUTS, depth, 4, split, 2, whole=True)
-    room = _MEMORY // -(-tiles * split // processors()) // (_OUTPUTS * 128 + depth * 512)  # for all programs at once
-    return Tiling(False, _OUTPUTS, depth, 4, split, max(1, min(4, -(-blocks // split), room)), whole=True)
+    stage = pair * 8192 + depth * codes * 128
+    room = _MEMORY // -(-tiles * split // processors()) // stage  # for all programs at once
+    most = (3 if codes == 4 else 4) if mode == 1 else 16 // codes
+    least = min(2, -(-blocks // split))
+    return Tiling(False, 64, depth, 4 * pair, split, max(least, min(most, -(-blocks // split), room)), whole=True)
 
 
 def launch_few(
-    x: Tensor, weight: PackedWords, ends: tuple[Tensor | None, ...], parts: tuple[Tensor | None, ...],
+    x: Tensor, weight: PackedWords | Float8Weight, ends: tuple[Tensor | None, ...], parts: tuple[Tensor | None, ...],
     behind: tuple[Any, ...], rows: int, t: Tiling, const: dict[str, Any], extra: dict[str, Any],
 ) -> None:  # fmt: skip
     """Launch a product, as `launch_packed` does."""
     squares, tiles, eps, h, next_weight, scaled, squares_out, *_, scale = behind
     const = {name: const[name] for name in ("N", "K", "WIDTH", "MODE", "ACT", "NORM", "NEXT", "BIAS", "PDL")}
-    assemblies = {f"ASM{i}": number_assembly(x.dtype == torch.float16, i) for i in range(4)}
-    described = [
-        TensorDescriptor(
-            tensor, list(tensor.shape), [tensor.shape[1], 1], block, gl.NVMMASharedLayout.get_default_for(block, kind)
-        )
-        for tensor, block, kind in (
-            (x, [t.depth, 64], _DTYPES[x.dtype]), (weight.words.view(-1, _WORDS), [t.rows, _WORDS], gl.int16)
-        )
-    ]  # fmt: skip
-    _few_kernel[(const["N"] // t.rows, t.split)](
-        *described, weight.scales, *ends, *parts, squares, tiles, eps, h, next_weight, scaled, squares_out, scale, rows,
-        GROUP=weight.group, SQUARES=triton.next_power_of_2(max(tiles, 8)), BM=t.depth, BN=t.rows, SPLIT=t.split,
-        STAGES=t.stages, num_warps=t.warps, **assemblies, **const, **extra,
+    n, k, pair = const["N"], const["K"], 2 if const["MODE"] == 1 else 1
+    packed = isinstance(weight, PackedWords)
+    if isinstance(weight, PackedWords):
+        words, group, codes = weight.words.view(-1, n, _WORDS), weight.group, 4
+    else:
+        words, group, codes = weight.codes.view(torch.int16).view(pair, n, k // 2), 0, 2
+    depth, half = max(16, triton.next_power_of_2(rows)), x.dtype == torch.float16
+    assemblies = {f"ASM{i}": number_assembly(packed, half, i % codes) for i in range(4)}
+    kind = _DTYPES[x.dtype]
+    inputs = TensorDescriptor(
+        x, [k // 64, x.shape[0], 64], [64, k, 1], [codes, depth, 64], _layout([codes, depth, 64], kind)
+    )
+    weights = TensorDescriptor(
+        words, list(words.shape), list(words.stride()), [pair, 64, _WORDS], _layout([pair, 64, _WORDS], gl.int16)
+    )
+    _few_kernel[(n // 64, t.split)](
+        inputs, weights, weight.scales, *ends, *parts, squares, tiles, eps, h, next_weight, scaled, squares_out, scale,
+        rows, GROUP=group, CODES=codes, SQUARES=triton.next_power_of_2(max(tiles, 8)), BM=depth, SPLIT=t.split,
+        STAGES=t.stages, X_LAYOUT=_layout([depth, 64], kind), W_LAYOUT=_layout([64 * pair, _WORDS], gl.int16),
+        num_warps=t.warps, **assemblies, **const, **extra,
     )  # fmt: skip
+
+
+def _layout(shape: list[int], kind: Any) -> Any:
+    """Of a tile in shared memory."""
+    return gl.NVMMASharedLayout.get_default_for(shape, kind)

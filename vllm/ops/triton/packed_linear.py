@@ -74,9 +74,9 @@ def _assembly(kind, half, code):
     return "{ .reg .b32 t, u, v, w; " + first + end
 
 
-def number_assembly(half: bool, code: int) -> str:
-    """`_assembly` of 4 bits."""
-    return str(_assembly.fn(0, half, code) if hasattr(_assembly, "fn") else _assembly(0, half, code))
+def number_assembly(packed: bool, half: bool, code: int) -> str:
+    """`_assembly` of 4 bits if `packed`, else of 8-bit floats."""
+    return str(_assembly(0 if packed else 2, half, code))
 
 
 @triton.jit

@@ -18,8 +18,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from vllm.ops.triton.decode_parts import Tiling, ask_constants, finish_row, has_warp_roles
-from vllm.ops.triton.float8 import ASSEMBLY, Float8Weight
+from vllm.ops.triton.decode_parts import Tiling, ask_constants, finish_row
+from vllm.ops.triton.float8 import Float8Weight
 from vllm.ops.triton.packed_linear import PackedWords
 
 _MOST_BLOCKS = 16  # of a warp, whose loop over them is written out
@@ -202,9 +202,7 @@ def _row_kernel(
 
 
 def takes_row(weight: PackedWords | Float8Weight) -> bool:
-    """Whether the kernel multiplies by a weight: of the widths and groups it is cut for, on a GPU it is cut for."""
-    if not ASSEMBLY or not has_warp_roles():
-        return False
+    """Whether the kernel multiplies by a weight: of the widths and groups it is cut for."""
     if isinstance(weight, PackedWords):
         fitting = weight.format == "int4" and weight.words.shape[2] == 64 and weight.group % 128 == 0
         if not fitting or weight.shape[1] % 256:
