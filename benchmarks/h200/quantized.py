@@ -23,7 +23,9 @@ from vllm.ops.triton.decode_linear import GATED, RESIDUAL, STORE, Product, Strea
 from vllm.ops.triton.decode_parts import Tiling
 from vllm.ops.triton.float8 import Float8Weight
 from vllm.ops.triton.packed_experts import PackedStack
+from vllm.ops.triton.packed_few import takes_few
 from vllm.ops.triton.packed_linear import PackedWords, WidePacked, wide_packed_product
+from vllm.ops.triton.packed_row import takes_row
 from vllm.ops.triton.precompile import precompile
 
 SHAPES = {
@@ -106,6 +108,28 @@ def tilings(rows: int, outputs: int, gated: bool) -> list[Tiling]:
     return found
 
 
+def hopper_tilings(rows: int, weight: PackedWords | Float8Weight, mode: int) -> list[Tiling]:
+    """Those of the kernels that only Hopper GPUs have."""
+    gated = mode == GATED
+    if rows == 1 and takes_row(weight):
+        blocks = weight.shape[1] // (256 if isinstance(weight, PackedWords) else 128)
+        return [
+            Tiling(True, 8 if gated else 16, 1, warps, unroll=ahead, registers=registers)
+            for warps in (4, 8, 16)
+            for ahead, registers in ((1, 64), (1, 80), (2, 80), (2, 96), (3, 96), (2, 128), (3, 128), (4, 128))
+            if blocks % warps == 0 and ahead <= blocks // warps <= 16
+        ]
+    if not takes_few(rows, weight, mode):
+        return []
+    tiles = weight.shape[0] // 64 // (2 if gated else 1)
+    return [
+        Tiling(False, 64, max(16, triton.next_power_of_2(rows)), 8 if gated else 4, split, stages, whole=True)
+        for split in (1, 2, 4, 8)
+        for stages in (2, 3, 4, 6)
+        if split == 1 or tiles * split < 700
+    ]
+
+
 def vector_tilings(gated: bool) -> list[Tiling]:
     """Those of one row with 8-bit floats."""
     return [
@@ -168,7 +192,8 @@ def tune(label: str, rows: int, n: int, k: int, mode: int, kind: str) -> list[tu
     arrived = torch.zeros(tiles, dtype=torch.int32, device="cuda")
     s = Stream(rows, n, out, torch.empty_like(out), best, part, arrived, best, best.int(), best)
     weight = torch.ones(n, device="cuda", dtype=torch.bfloat16)
-    for t in vector_tilings(gated) if kind == "float8" and rows == 1 else tilings(rows, n, gated):
+    usual = vector_tilings(gated) if kind == "float8" and rows == 1 else tilings(rows, n, gated)
+    for t in usual + hopper_tilings(rows, weights[0], mode):
         if kind != "float8" and weights[0].words.shape[0] < t.split:
             continue
         products = [Product(w, None, mode, t, "silu" if gated else None) for w in weights]
@@ -185,7 +210,8 @@ def tune(label: str, rows: int, n: int, k: int, mode: int, kind: str) -> list[tu
     size = weights[0].num_bytes
     print(f"{label} {kind} rows {rows}: floor {size / BANDWIDTH * 1e6:.1f} us", flush=True)
     for us, t in found[:4]:
-        print(f"    {us:7.2f} us  {(t.vector, t.rows, t.depth, t.warps, t.split, t.stages, t.ahead, t.unroll)}")
+        cut = (t.vector, t.rows, t.depth, t.warps, t.split, t.stages, t.ahead, t.unroll, t.whole, t.registers)
+        print(f"    {us:7.2f} us  {cut}")
     return found
 
 
@@ -253,7 +279,8 @@ def compile_ahead(rows: list[int], shapes: list[tuple[str, int, int]], kinds: li
         x, out = (torch.empty(count, size, device=meta, dtype=torch.bfloat16) for size in (k, outs))
         best, ints = torch.empty(count, 9, device=meta), torch.empty(9, dtype=torch.int32, device=meta)
         s = Stream(count, outs, out, out, best, best, ints, best, ints, best)
-        for t in vector_tilings(gated) if kind == "float8" and count == 1 else tilings(count, outs, gated):
+        usual = vector_tilings(gated) if kind == "float8" and count == 1 else tilings(count, outs, gated)
+        for t in usual + hopper_tilings(count, words, mode):
             p = Product(words, None, mode, t, "silu" if gated else None)
             run_product(p, s, x, out, out if mode == RESIDUAL else None, pdl=True)
 

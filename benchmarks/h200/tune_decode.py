@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.h200.quantized import KINDS, random_stack, random_weight, tilings
+from benchmarks.h200.quantized import KINDS, hopper_tilings, random_stack, random_weight, tilings
 from benchmarks.h200.timing import capture, device_ms
 from vllm.config.hf import HFConfig
 from vllm.model_executor.models.decoder import DecoderModel
 from vllm.model_executor.models.kv_groups import layout_of
 from vllm.model_executor.models.registry import ModelRegistry
+from vllm.ops.triton.decode_linear import ARGMAX, GATED, RESIDUAL, STORE
 from vllm.ops.triton.decode_parts import Tiling
 from vllm.ops.triton.packed_linear import PackedWords
 from vllm.ops.triton.precompile import precompile
@@ -77,8 +78,10 @@ def candidates(name: str, rows: int, w: ProgramWeights) -> list[Any]:
     else:
         part = Linear(w.head) if name == "head" else getattr(layer, name)
     outputs, inputs = part.weight.shape[0] // (2 if gated else 1), part.weight.shape[1]
+    mode = {"qkv": STORE, "up": GATED if gated else STORE, "head": ARGMAX}.get(name, RESIDUAL)
+    hopper = [] if isinstance(part.weight, torch.Tensor) else hopper_tilings(rows, part.weight, mode)
     if isinstance(part.weight, PackedWords):
-        return tilings(rows, outputs, gated)
+        return tilings(rows, outputs, gated) + hopper
     splits = (1, 2, 4) if name in ("o", "down") else (1, 2) if name == "qkv" else (1,)
     tried = [t for t in skinnies(splits) if inputs % (t.depth * t.split) == 0]
     if gated:
@@ -86,7 +89,7 @@ def candidates(name: str, rows: int, w: ProgramWeights) -> list[Any]:
     if rows == 1:
         tried = vectors()
     programs = [-(-outputs // t.rows) * t.split for t in tried]
-    return [t for t, n in zip(tried, programs, strict=True) if n >= 48]
+    return [t for t, n in zip(tried, programs, strict=True) if n >= 48] + hopper
 
 
 ATTENTION = [

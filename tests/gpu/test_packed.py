@@ -8,7 +8,16 @@ from vllm.ops import moe
 from vllm.ops.quantized_weights import InputQuant, round_to_fp8, round_to_groups
 from vllm.ops.triton import moe as moe_kernels
 from vllm.ops.triton.decode_experts import ChosenExperts, choose_by_logits, fall, rise
-from vllm.ops.triton.decode_linear import GATED, RESIDUAL, Product, Stream, choose_product_tiling, run_product
+from vllm.ops.triton.decode_linear import (
+    GATED,
+    RESIDUAL,
+    STORE,
+    Folded,
+    Product,
+    Stream,
+    choose_product_tiling,
+    run_product,
+)
 from vllm.ops.triton.decode_parts import Tiling
 from vllm.ops.triton.float8 import Float8Weight
 from vllm.ops.triton.packed_experts import pack_experts
@@ -18,10 +27,14 @@ from vllm.ops.triton.quantized import multiply, pack
 
 KINDS = {
     "int4": lambda w: round_to_groups(w, 4, 128),
+    "int4 with zeros": lambda w: round_to_groups(w, 4, 128, symmetric=False),
     "int4 by 32": lambda w: round_to_groups(w, 4, 32, symmetric=False),
     "int8": lambda w: round_to_groups(w, 8, 128, symmetric=False),
     "fp8": lambda w: round_to_fp8(w, "channel"),
+    "int4 by 256": lambda w: round_to_groups(w, 4, 256),
+    "float8": lambda w: round_to_fp8(w, "channel"),
 }
+PACKED = [kind for kind in KINDS if kind not in ("int4 by 256", "float8")]
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 1e-3}
 
 
@@ -30,24 +43,22 @@ def error(got, want):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", PACKED)
 def test_products_match_the_numbers(kind, dtype):
     weight = KINDS[kind](torch.randn(1500, 1120, device="cuda"))
     numbers, packed = weight.dequantize(), PackedWords(weight)
-    assert torch.equal(dequantize(packed, dtype), numbers.to(dtype)) or kind == "int4 by 32" or kind == "int8"
+    assert torch.equal(dequantize(packed, dtype), numbers.to(dtype)) or kind not in ("int4", "fp8")
     assert error(dequantize(packed, dtype), numbers) < TOLERANCE[dtype]
     for rows in (1, 3, 20, 64, 65, 200, 300):
         x = torch.randn(rows, 1120, device="cuda", dtype=dtype)
         assert error(multiply(x, packed), x.float() @ numbers.T) < TOLERANCE[dtype], rows
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", PACKED)
 @pytest.mark.parametrize(
     ("rows", "tiling"),
     [
         (1, Tiling(True, 32, 8, 4, 1, 3, ahead=4)),
-        (1, Tiling(True, 16, 8, 4, 1, unroll=2, whole=True)),
-        (5, Tiling(True, 16, 8, 2, 2, unroll=2, whole=True)),
         (20, Tiling(True, 32, 32, 4, 2, 2, ahead=4)),
         (1, Tiling(False, 32, 16, 2, 4, 3, ahead=2)),
         (1, Tiling(False, 64, 16, 2, 4, 4, ahead=2)),
@@ -58,9 +69,31 @@ def test_products_match_the_numbers(kind, dtype):
     ids=str,
 )
 def test_what_follows_a_product(kind, rows, tiling):
-    hidden, inner, dtype = 1024, 1536, torch.bfloat16
+    check_what_follows(PackedWords, kind, rows, torch.bfloat16, lambda *_: tiling)
+
+
+@pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="cut for Hopper GPUs")
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("rows", [1, 9, 32, 50])
+@pytest.mark.parametrize("kind", ["int4", "int4 with zeros", "int4 by 256", "float8"])
+def test_what_follows_a_product_on_hopper(kind, rows, dtype):
+    def choose(weight, mode):
+        tiling = choose_product_tiling(rows, weight, mode)
+        assert bool(tiling.registers) == (rows == 1)
+        assert rows == 1 or tiling.whole == (kind != "int4 with zeros")
+        return tiling
+
+    check_what_follows(lambda w: pack(w, dtype), kind, rows, dtype, choose)
+
+
+def check_what_follows(packs, kind, rows, dtype, choose):
+    """Gate and up, then down with the residual stream and the next norm, against fp32. choose: (weight, mode) ->
+    tiling.
+    """
+    hidden, inner = 1024, 1536
     up = KINDS[kind](torch.randn(2 * inner, hidden, device="cuda") * hidden**-0.5)
     down = KINDS[kind](torch.randn(hidden, inner, device="cuda") * inner**-0.5)
+    bias = torch.randn(2 * inner, device="cuda", dtype=dtype)
     x, h = (torch.randn(rows, hidden, device="cuda", dtype=dtype) for _ in range(2))
     norm, mlp = torch.rand(hidden, device="cuda", dtype=dtype), torch.full((rows, inner), float("nan")).cuda().to(dtype)
     best = torch.empty(rows, 256, device="cuda")
@@ -69,17 +102,26 @@ def test_what_follows_a_product(kind, rows, tiling):
         torch.full((4 * 64 * 2 * inner,), float("nan"), device="cuda"),
         torch.zeros(256, dtype=torch.int32, device="cuda"), best, best.int(), best,
     )  # fmt: skip
-    run_product(Product(PackedWords(up), None, GATED, tiling, "silu"), s, x, mlp)
-    gate, part = (x.float() @ up.dequantize().T).chunk(2, 1)
-    want = F.silu(gate) * part
-    assert error(mlp, want) < 8e-3
-    back = Product(PackedWords(down), None, RESIDUAL, tiling)
-    run_product(back, s, mlp, s.h, norm)
-    want = h.float() + mlp.float() @ down.dequantize().T
-    assert error(s.h, want) < 4e-3
-    assert error(s.scaled, want * norm.float()) < 6e-3
-    squares = s.squares[: rows * back.tiles].view(rows, -1).sum(1)
-    assert error(squares, want.square().sum(1)) < 6e-3
+    squares = torch.rand(rows, 70, device="cuda") * hidden / 35
+    folded = Folded(x, squares, 70, 1e-5)
+    factor = (squares.sum(1, keepdim=True) / hidden + 1e-5).rsqrt()
+    for pdl in (False, True):
+        s.h.copy_(h)
+        first, second = packs(up), packs(down)
+        run_product(Product(first, bias, GATED, choose(first, GATED), "silu"), s, folded, mlp, pdl=pdl)
+        gate, part = (x.float() @ up.dequantize().T * factor + bias.float()).chunk(2, 1)
+        assert error(mlp, F.silu(gate) * part) < 8e-3
+        back = Product(second, None, RESIDUAL, choose(second, RESIDUAL))
+        run_product(back, s, mlp, s.h, norm, pdl)
+        want = h.float() + mlp.float() @ down.dequantize().T
+        assert error(s.h, want) < 4e-3
+        assert error(s.scaled, want * norm.float()) < 6e-3
+        squared = s.squares[: rows * back.tiles].view(rows, -1).sum(1)
+        assert error(squared, want.square().sum(1)) < 6e-3
+        qkv = Product(second, None, STORE, choose(second, STORE))
+        out = torch.full((rows, hidden), float("nan")).cuda().to(dtype)
+        run_product(qkv, s, mlp, out, pdl=pdl)
+        assert error(out, mlp.float() @ down.dequantize().T) < 4e-3
     assert not s.arrived.any()
 
 
@@ -157,7 +199,7 @@ def test_what_follows_a_float8_product(rows):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", PACKED)
 def test_experts(kind, dtype):
     hidden, inner, experts, top_k = 512, 768, 6, 2
     up = [KINDS[kind](torch.randn(2 * inner, hidden, device="cuda") * hidden**-0.5) for _ in range(experts)]

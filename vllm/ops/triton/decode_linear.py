@@ -43,13 +43,14 @@ from vllm.ops.triton.decode_parts import (
     ask_rows,
     close_rows,
     finish_row,
+    has_warp_roles,
     inverse_rms,
     leave_share,
     processors,
     take_shares,
 )
 from vllm.ops.triton.float8 import ASSEMBLY, BLOCK, Float8Weight, float8_floats, float8_numbers
-from vllm.ops.triton.packed_linear import WORDS, PackedWords, choose_packed_tiling, launch_packed
+from vllm.ops.triton.packed_linear import PackedWords, choose_packed_tiling, launch_packed
 
 STORE, GATED, RESIDUAL, ARGMAX = range(4)
 DTYPES = [torch.bfloat16, torch.float16]  # of rows, and of weights without scales
@@ -372,9 +373,19 @@ def run_product(
     const = {"N": p.outputs, "K": inputs, "WIDTH": s.width, "BN": t.rows, "BK": t.depth, "MODE": p.mode}
     const |= {"ACT": -1 if p.act is None else KINDS[p.act], "NORM": norm, "NEXT": next_weight is not None}
     const |= {"BIAS": p.bias is not None, "PDL": pdl, "num_warps": t.warps}
+    behind = (squares, tiles, eps, *rest, p.scale)
+    if t.registers and not isinstance(p.weight, Tensor):
+        from vllm.ops.triton.packed_row import launch_row
+
+        launch_row(rows, p.weight, (bias, to), behind, t, const, extra)
+        return
+    if t.whole and not t.vector and not isinstance(p.weight, Tensor):
+        from vllm.ops.triton.packed_few import launch_few
+
+        launch_few(rows, p.weight, (bias, to), parts, behind, s.rows, t, const, extra)
+        return
     if isinstance(p.weight, PackedWords):
         del const["BK"]
-        behind = (squares, tiles, eps, *rest, p.scale)
         launch_packed(rows, p.weight, (bias, to), parts, behind, s.rows, t, const, extra)
         return
     rest = (*rest, *((None,) * 3 if masks is None else (*masks, masks[1].shape[1])), p.scale)
@@ -518,8 +529,12 @@ def _float8_vector_tiling(outputs: int, inputs: int, mode: int) -> Tiling:
     return Tiling(True, 8, min(4096, limit), 8, whole=True)
 
 
-def _float8_tiling(rows: int, outputs: int, inputs: int, mode: int) -> Tiling:
+def choose_float8_tiling(rows: int, outputs: int, inputs: int, mode: int) -> Tiling:
     """Of several rows with 8-bit weights, from times on an H200 (`benchmarks/h200/quantized.py`)."""
+    return _fitting(_float8_tiling(rows, outputs, inputs, mode), inputs)
+
+
+def _float8_tiling(rows: int, outputs: int, inputs: int, mode: int) -> Tiling:
     if mode == GATED and outputs > 8192:
         small = Tiling(False, 64, BLOCK, 4, stages=4, ahead=1024)
         return small if rows <= 32 else Tiling(False, 128, BLOCK, 8, stages=4, ahead=512)
@@ -534,13 +549,19 @@ def choose_product_tiling(rows: int, weight: Weight, mode: int) -> Tiling:
     """The tiling of a product with a weight, packed or not."""
     outputs, inputs = weight.shape
     outputs //= 2 if mode == GATED else 1
+    if not isinstance(weight, Tensor) and mode != ARGMAX and ASSEMBLY and has_warp_roles():
+        from vllm.ops.triton import packed_few, packed_row  # whose language not every Triton has
+
+        if rows == 1 and packed_row.takes_row(weight):
+            return packed_row.choose_row_tiling(weight, mode)
+        if packed_few.takes_few(rows, weight, mode):
+            return packed_few.choose_few_tiling(rows, weight, mode)
     if isinstance(weight, PackedWords):
-        fine = weight.format == "int4" and weight.words.shape[2] == WORDS[0]
-        return choose_packed_tiling(rows, outputs, weight.words.shape[0], fine)
+        return choose_packed_tiling(rows, outputs, weight.words.shape[0])
     if isinstance(weight, Float8Weight) and rows == 1:
         return _float8_vector_tiling(outputs, inputs, mode)
     if isinstance(weight, Float8Weight):
-        return _fitting(_float8_tiling(rows, outputs, inputs, mode), inputs)
+        return choose_float8_tiling(rows, outputs, inputs, mode)
     return choose_tiling(rows, outputs, inputs, mode)
 
 

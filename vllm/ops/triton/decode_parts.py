@@ -38,8 +38,8 @@ def has_warp_roles() -> bool:
 @dataclass(frozen=True, slots=True)
 class Tiling:
     """How a product is cut. `vector`: the kernel for one row, with `unroll` and `whole`; `split`, `stages` and `ahead`
-    belong to the other. With a packed weight, `vector` are the kernels whose warps take blocks of their own; `whole` is
-    the one of these that reads words straight into registers, `unroll` blocks at a time.
+    belong to the other. With a packed weight, `vector` is the kernel whose warps take blocks of their own, and `whole`
+    the other one's counterpart for Hopper GPUs, `packed_few`.
     """
 
     vector: bool
@@ -51,6 +51,7 @@ class Tiling:
     unroll: int = 1
     whole: bool = False  # without masks, if the tiles divide the product
     ahead: int = 0  # columns of its weights that a program asks for before it waits for its predecessor
+    registers: int = 0  # of a thread of `packed_row`, whose tilings they mark; `unroll`: blocks that are under way
 
 
 @triton.jit

@@ -74,6 +74,11 @@ def _assembly(kind, half, code):
     return "{ .reg .b32 t, u, v, w; " + first + end
 
 
+def number_assembly(packed: bool, half: bool, code: int) -> str:
+    """`_assembly` of 4 bits if `packed`, else of 8-bit floats."""
+    return str(_assembly(0 if packed else 2, half, code))
+
+
 @triton.jit
 def _numbers(words, CODE: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
     """What codes number CODE of the elements stand for, before scales: integers from -8 or -128 on, or float8."""
@@ -344,247 +349,6 @@ def _sliced_kernel(
     )  # fmt: skip
 
 
-@triton.jit
-def _ask_words(words, at, keep, W: tl.constexpr, E: tl.constexpr, WHOLE: tl.constexpr):
-    """Pairs of words [8, SLICES, BN / 8, E / 2] of a block of each slice, in W / E pieces. at: those of the first."""
-    found = ()
-    for h in tl.static_range(W // E):
-        if WHOLE:
-            found += (tl.load(words + at + h * (E // 2), eviction_policy="evict_first"),)  # type: ignore[assignment]
-        else:
-            found += (tl.load(words + at + h * (E // 2), mask=keep, other=0, eviction_policy="evict_first"),)  # type: ignore[assignment]
-    return found
-
-
-@triton.jit
-def _ask_scales(
-    scales, block, n, keep, rows, GROUP: tl.constexpr, BLOCK: tl.constexpr, SUB: tl.constexpr, WHOLE: tl.constexpr
-):  # fmt: skip
-    """Scales [SLICES, BN] of the parts of a block of each slice."""
-    found = ()
-    for s in tl.static_range(SUB):
-        at = scales + _group(block, s, GROUP, BLOCK)[:, None] * rows + n[None, :]
-        if WHOLE:
-            found += (tl.load(at),)  # type: ignore[assignment]
-        else:
-            found += (tl.load(at, mask=keep, other=0.0),)  # type: ignore[assignment]
-    return found
-
-
-@triton.jit
-def _ask_inputs(
-    rows,
-    at,
-    keep,
-    s4,
-    e4,
-    K: tl.constexpr,
-    W: tl.constexpr,
-    E: tl.constexpr,
-    PER: tl.constexpr,
-    WHOLE: tl.constexpr,
-    PAIRS: tl.constexpr,
-):
-    """Inputs [8, SLICES, BM / 8, E] of a block of each slice, by code and piece."""
-    BLOCK: tl.constexpr = W * PER
-    found = ()
-    for i in tl.static_range(PER):
-        for h in tl.static_range(W // E):
-            k = at * BLOCK + i * W + h * E
-            here = keep
-            if not WHOLE:
-                here = keep & (k + s4 * BLOCK + e4 * (2 if PAIRS else 1) < K)
-            found += (tl.load(rows + (k // 2 if PAIRS else k), mask=here, other=0),)  # type: ignore[assignment]
-    return found
-
-
-@triton.constexpr_function
-def _pair_assembly(kind, half, code):
-    """As `_assembly`, with the two numbers in registers of 16 bits."""
-    return _assembly(kind, half, code).replace("$1", "$2").replace("$0", "t")[:-1] + "mov.b32 {$0, $1}, t; }"
-
-
-@triton.jit
-def _operand(words, i: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Numbers of codes number i of pairs of words [8, SLICES, BN / 8, E / 2], [SLICES, BN, E]."""
-    S: tl.constexpr = words.shape[1]
-    BN: tl.constexpr = words.shape[2] * 8
-    E: tl.constexpr = words.shape[3] * 2
-    if ASSEMBLY:
-        HALF: tl.constexpr = DTYPE == tl.float16  # noqa: SIM300
-        ASM: tl.constexpr = _pair_assembly(FORMAT, HALF, i)
-        if HALF:
-            low, high = tl.inline_asm_elementwise(
-                ASM, "=h,=h,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=1
-            )
-        else:
-            low, high = tl.inline_asm_elementwise(
-                ASM, "=h,=h,r", [words], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=1
-            )
-    else:
-        low = _numbers(words & 0xFFFF, i, FORMAT, DTYPE, False)
-        high = _numbers((words >> 16) & 0xFFFF, i, FORMAT, DTYPE, False)
-    a = tl.join(low, high).reshape(8, S, BN // 8, 4, E // 16, 2, 2)
-    return a.permute(1, 2, 0, 4, 3, 5, 6).reshape(S, BN, E)
-
-
-@triton.jit
-def _right_operand(x, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Inputs [8, SLICES, BM / 8, E] (pairs, E / 2, with ASSEMBLY), [SLICES, E, BM]."""
-    S: tl.constexpr = x.shape[1]
-    BM: tl.constexpr = x.shape[2] * 8
-    E: tl.constexpr = x.shape[3] * 2 if ASSEMBLY else x.shape[3]
-    if ASSEMBLY:
-        if DTYPE == tl.float16:  # noqa: SIM300
-            low, high = tl.inline_asm_elementwise(
-                "mov.b32 {$0, $1}, $2;", "=h,=h,r", [x], dtype=(tl.float16, tl.float16), is_pure=True, pack=1
-            )
-        else:
-            low, high = tl.inline_asm_elementwise(
-                "mov.b32 {$0, $1}, $2;", "=h,=h,r", [x], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=1
-            )
-        x = tl.join(low, high)
-    return x.reshape(8, S, BM // 8, 4, E // 16, 2, 2).permute(1, 4, 3, 5, 6, 2, 0).reshape(S, E, BM)
-
-
-@triton.jit
-def direct_sums(
-    x, words, scales, offsets, m, in_m, n, in_n, pid, first, end, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
-    FORMAT: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SLICES: tl.constexpr,
-    GATED: tl.constexpr, OFFSETS: tl.constexpr, PDL: tl.constexpr, ASSEMBLY: tl.constexpr, UNROLL: tl.constexpr,
-    SPLIT: tl.constexpr,
-):  # fmt: skip
-    """As `sliced_sums`, without shared memory: a lane loads what the matrix units take of it, as the order of inputs
-    within a tile is free, and loads of the next blocks are under way while those of this one are multiplied. Values are
-    carried as pairs of 32 bits: the compiler would take halves apart at the end of a round, and wait for them there.
-    """
-    PER: tl.constexpr = 4 if FORMAT == 0 else 2
-    BLOCK: tl.constexpr = W * PER
-    SUB: tl.constexpr = BLOCK // GROUP if GROUP < BLOCK else 1
-    BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
-    E: tl.constexpr = 32 if W >= 32 else 16
-    WHOLE: tl.constexpr = BLOCKS % (SLICES * SPLIT) == 0 and K % BLOCK == 0 and N % BN == 0
-    dtype: tl.constexpr = x.dtype.element_ty
-    slices = tl.arange(0, SLICES)
-    lane = tl.arange(0, 8)
-    here = first + slices
-    n4 = pid * BN + lane[:, None, None, None] + 8 * tl.arange(0, BN // 8)[None, None, :, None]
-    e4 = tl.arange(0, E // 2)[None, None, None, :]
-    s4 = slices[None, :, None, None]
-    words = words.to(tl.pointer_type(tl.int32))
-    at = ((first + s4) * ROWS + n4) * (W // 2) + e4
-    m4 = lane[:, None, None, None] + 8 * tl.arange(0, BM // 8)[None, None, :, None]
-    keep_m = m4 < in_m
-    if ASSEMBLY:
-        x4 = e4
-        rows = x.to(tl.pointer_type(tl.int32)) + m4 * (K // 2) + (s4 * (BLOCK // 2) + x4)
-    else:
-        x4 = tl.arange(0, E)[None, None, None, :]
-        rows = x + m4 * K + (s4 * BLOCK + x4)
-    keep4 = n4 < N
-    keep_n = in_n[None, :] & (slices >= 0)[:, None]
-    a = _ask_words(words, at, keep4 & (first + s4 < BLOCKS), W, E, WHOLE)
-    one_scales = _ask_scales(scales, here, n, keep_n & (here < BLOCKS)[:, None], ROWS, GROUP, BLOCK, SUB, WHOLE)
-    b = a
-    two_scales = one_scales
-    if GATED:
-        b = _ask_words(words + N * (W // 2), at, keep4 & (first + s4 < BLOCKS), W, E, WHOLE)
-        two_scales = _ask_scales(scales + N, here, n, keep_n & (here < BLOCKS)[:, None], ROWS, GROUP, BLOCK, SUB, WHOLE)
-    if PDL:
-        gdc_wait()
-    acc = tl.zeros([SLICES, BN, BM], tl.float32)
-    up = acc
-    xs = _ask_inputs(rows, first, keep_m, s4, x4, K, W, E, PER, WHOLE, ASSEMBLY)
-    for at_once in tl.range(first, end, SLICES, num_stages=1, loop_unroll_factor=UNROLL):
-        following = at_once + SLICES
-        if WHOLE:  # the last one is asked for twice
-            following = tl.minimum(following, end - SLICES)
-        more = at + (following - first) * ROWS * (W // 2)
-        inside = keep4 & (following + s4 < BLOCKS)
-        here = following + slices
-        keep = keep_n & (here < BLOCKS)[:, None]
-        next_a = _ask_words(words, more, inside, W, E, WHOLE)
-        next_one = _ask_scales(scales, here, n, keep, ROWS, GROUP, BLOCK, SUB, WHOLE)
-        next_xs = _ask_inputs(rows, following, keep_m, s4, x4, K, W, E, PER, WHOLE, ASSEMBLY)
-        next_b = next_a
-        next_two = next_one
-        if GATED:
-            next_b = _ask_words(words + N * (W // 2), more, inside, W, E, WHOLE)
-            next_two = _ask_scales(scales + N, here, n, keep, ROWS, GROUP, BLOCK, SUB, WHOLE)
-        for s in tl.static_range(SUB):
-            one = tl.zeros([SLICES, BN, BM], tl.float32)
-            two = one
-            total = tl.zeros([SLICES, BM], tl.float32)
-            for i in tl.static_range(s * PER // SUB, (s + 1) * PER // SUB):
-                for h in tl.static_range(W // E):
-                    xt = _right_operand(xs[i * (W // E) + h], dtype, ASSEMBLY)
-                    one = tl.dot(_operand(a[h], i, FORMAT, dtype, ASSEMBLY), xt, one)
-                    if GATED:
-                        two = tl.dot(_operand(b[h], i, FORMAT, dtype, ASSEMBLY), xt, two)
-                    if OFFSETS:
-                        total += tl.sum(xt.to(tl.float32), 1)
-            acc += one * one_scales[s].to(tl.float32)[:, :, None]
-            if GATED:
-                up += two * two_scales[s].to(tl.float32)[:, :, None]
-            if OFFSETS:
-                group = _group(at_once + slices, s, GROUP, BLOCK)[:, None] * ROWS + n[None, :]
-                now = keep_n & (at_once + slices < BLOCKS)[:, None]
-                given = tl.load(offsets + group, mask=now, other=0.0).to(tl.float32)
-                acc += given[:, :, None] * total[:, None, :]
-                if GATED:
-                    given = tl.load(offsets + group + N, mask=now, other=0.0).to(tl.float32)
-                    up += given[:, :, None] * total[:, None, :]
-        xs = next_xs
-        a = next_a
-        b = next_b
-        one_scales = next_one
-        two_scales = next_two
-    y = tl.sum(acc, 0)
-    u = y
-    if GATED:
-        u = tl.sum(up, 0)
-    return y, u
-
-
-@triton.jit(do_not_specialize=["tiles_in", "M"])
-def _direct_kernel(
-    x, words, scales, offsets, bias, out, part, arrived, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out,
-    best, best_at, sums, scale: tl.constexpr, M, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
-    FORMAT: tl.constexpr,
-    W: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, UNROLL: tl.constexpr,
-    MODE: tl.constexpr, ACT: tl.constexpr, NORM: tl.constexpr, NEXT: tl.constexpr, BIAS: tl.constexpr,
-    OFFSETS: tl.constexpr, PDL: tl.constexpr, ASSEMBLY: tl.constexpr, SLICES: tl.constexpr,
-):  # fmt: skip
-    """Grid (N / BN, SPLIT), as `_sliced_kernel`, but for how weights get to the registers: see `direct_sums`."""
-    PER: tl.constexpr = 4 if FORMAT == 0 else 2
-    BLOCK: tl.constexpr = W * PER
-    BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
-    SHARE: tl.constexpr = (BLOCKS + SPLIT * SLICES - 1) // (SPLIT * SLICES) * SLICES
-    ROWS: tl.constexpr = 2 * N if MODE == 1 else N
-    pid = tl.program_id(0)
-    share = tl.program_id(1)
-    n = pid * BN + tl.arange(0, BN)
-    in_n = n < N
-    m = tl.arange(0, BM)
-    in_m = m < M
-    if PDL:
-        gdc_launch_dependents()
-    y, u = direct_sums(
-        x, words, scales, offsets, m, M, n, in_n, pid, share * SHARE, tl.minimum(share * SHARE + SHARE, BLOCKS), N, K,
-        GROUP, FORMAT, W, ROWS, BM, BN, SLICES, MODE == 1, OFFSETS, PDL, ASSEMBLY, UNROLL, SPLIT,
-    )  # fmt: skip
-    keep = in_m[None, :] & in_n[:, None]
-    at = m[None, :] * N + n[:, None]
-    if SPLIT > 1:
-        if not leave_share(y, u, part, arrived + pid, at, keep, share, BM * N, SPLIT, MODE == 1):
-            return
-        y, u = take_shares(y, u, part, at, keep, BM * N, SPLIT, MODE == 1)
-    finish_rows(
-        y, u, m, n, in_m, in_n, pid, bias, out, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out, best,
-        best_at, sums, scale, N, WIDTH, BN, MODE, ACT, NORM, NEXT, BIAS,
-    )  # fmt: skip
-
-
 @triton.jit(do_not_specialize=["M"])
 def _wide_packed_kernel(
     x, words, scales, offsets, bias, out, part, arrived, M, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
@@ -813,12 +577,6 @@ def launch_packed(
     tiles = -(-const["N"] // t.rows)
     blocks = -(-weight.words.shape[0] // t.split)
     whole = const["N"] % t.rows == 0 and const["PDL"]  # nothing is asked for that is not there
-    if t.vector and t.whole:
-        _direct_kernel[(tiles, t.split)](
-            *tensors, *parts, *behind, rows, BM=t.depth, SPLIT=t.split, UNROLL=t.unroll, SLICES=t.warps,
-            ASSEMBLY=ASSEMBLY and x.dtype != torch.float32, **const, **extra,
-        )  # fmt: skip
-        return
     if t.vector:
         _sliced_kernel[(tiles, t.split)](
             *tensors, *parts, *behind, rows, BM=t.depth, SPLIT=t.split, STAGES=t.stages, SLICES=t.warps,
@@ -833,18 +591,11 @@ def launch_packed(
     )  # fmt: skip
 
 
-def choose_packed_tiling(rows: int, outputs: int, blocks: int, fine: bool = False) -> Tiling:
+def choose_packed_tiling(rows: int, outputs: int, blocks: int) -> Tiling:
     """The tiling of a product of `rows` rows with a weight of so many outputs (of each half, if gated) and blocks. From
-    times on an H200 (`benchmarks/h200/quantized.py`, `h200_packed_many.json`).
-
-    fine: codes have 4 bits, and blocks 64 words.
+    times on an H200 (`benchmarks/h200/quantized.py`, `h200_packed_products.json`).
     """
     split = 1
-    if rows == 1 and fine and outputs % 16 == 0:
-        slices, split = (4, 1) if outputs >= 8192 else (8, 1) if outputs > 4096 else (4, 2)
-        if outputs >= 2048 and blocks % (slices * split) == 0:
-            return Tiling(True, 16, 8, slices, split, unroll=4 if blocks // (slices * split) > 4 else 2, whole=True)
-        split = 1
     if rows <= _SLICED_ROWS:
         if outputs >= 8192:
             return Tiling(True, 64, 8, 2, 1, 3, ahead=2)

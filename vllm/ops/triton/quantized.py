@@ -14,7 +14,7 @@ from vllm.ops.linear import linear
 from vllm.ops.quantized import pack_experts, pack_quantized, quantized_linear
 from vllm.ops.quantized_weights import GroupedWeight
 from vllm.ops.triton import packed_experts
-from vllm.ops.triton.decode_linear import DTYPES, STORE, Product, Stream, Tiling, choose_product_tiling, run_product
+from vllm.ops.triton.decode_linear import DTYPES, STORE, Product, Stream, Tiling, choose_float8_tiling, run_product
 from vllm.ops.triton.decode_parts import has_warp_roles
 from vllm.ops.triton.float8 import Float8Weight, float8_weight, rounded_product
 from vllm.ops.triton.packed_linear import PackedWords, dequantize, packed_product, packs, wide_packed_product
@@ -58,7 +58,7 @@ def _float8_product(x: Tensor, weight: Float8Weight, bias: Tensor | None, dtype:
         out = torch.empty(len(flat), n, dtype=dtype, device=x.device)
         if len(flat):
             # one cut for all small batches: a row's sums do not depend on its company
-            tiling = choose_product_tiling(_FEW_ROWS, weight, STORE)
+            tiling = choose_float8_tiling(_FEW_ROWS, n, k, STORE)
             run_product(Product(weight, bias, STORE, tiling), _stream(tiling, flat, n), flat.contiguous(), out)
     return out.view(*x.shape[:-1], n)
 

@@ -1,0 +1,255 @@
+"""The product of several rows with weights of 4 bits or 8-bit floats on Hopper GPUs, in Gluon, with what follows it
+folded in: numbers are made of the next codes while the matrix units multiply the last ones, and sums get their scales a
+group at a time.
+
+Blocks of 128 bytes of an output, as in `packed_row`. Words and inputs of a block come through TMA, words before the
+kernel in front has ended. The weight is the left operand and stays in registers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from vllm.ops.triton.activation import apply_activation
+from vllm.ops.triton.decode_parts import Tiling, processors
+from vllm.ops.triton.float8 import Float8Weight
+from vllm.ops.triton.packed_linear import PackedWords, number_assembly
+
+_WORDS = 64
+_MOST_PROGRAMS = 384
+_MEMORY = 227 << 10  # shared, of a processor
+_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+# the names that newer releases of Triton have for them
+_load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+_view = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+
+
+@gluon.jit
+def _ask_words(words, there, ws, block, pid, slot, pred, CODES: gl.constexpr, TILES: gl.constexpr, BM: gl.constexpr):
+    """A block's words, to their place. The barrier waits for its inputs, too."""
+    mbarrier.expect(there.index(slot), TILES * 64 * 128 + BM * CODES * 128, pred=pred)
+    at = [block * TILES, pid * 64, 0] if CODES == 4 else [0, pid * 64, block * 64]
+    _load_tile(words, at, there.index(slot), ws.index(slot), pred=pred)
+
+
+@gluon.jit
+def _numbers(words, ASM: gl.constexpr, HALF: gl.constexpr):
+    if HALF:
+        numbers = gl.inline_asm_elementwise(ASM, "=r,r", [words], dtype=gl.float16, is_pure=True, pack=2)
+    else:
+        numbers = gl.inline_asm_elementwise(ASM, "=r,r", [words], dtype=gl.bfloat16, is_pure=True, pack=2)
+    return numbers
+
+
+@gluon.jit(do_not_specialize=["tiles_in", "M"])
+def _few_kernel(
+    x, words, scales, bias, out, part, arrived, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out,
+    scale: gl.constexpr, M, N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, CODES: gl.constexpr,
+    WIDTH: gl.constexpr, SQUARES: gl.constexpr, BM: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
+    MODE: gl.constexpr, ACT: gl.constexpr, NORM: gl.constexpr, NEXT: gl.constexpr, BIAS: gl.constexpr,
+    PDL: gl.constexpr, X_LAYOUT: gl.constexpr, W_LAYOUT: gl.constexpr, ASM0: gl.constexpr, ASM1: gl.constexpr,
+    ASM2: gl.constexpr, ASM3: gl.constexpr,
+):  # fmt: skip
+    """Grid (N / 64, SPLIT), of up to BM rows. x: [K / 64, M, 64], words: [blocks * TILES, N, 64] or, of 8-bit floats,
+    [TILES, N, K / 2], both as descriptors. ASM: what makes numbers of each of the CODES in 16 bits. Of a gated product
+    there are two tiles of outputs, in warps of their own.
+    """
+    BLOCKS: gl.constexpr = K // (64 * CODES)
+    SHARE: gl.constexpr = (BLOCKS + SPLIT - 1) // SPLIT
+    TILES: gl.constexpr = 2 if MODE == 1 else 1
+    ROWS: gl.constexpr = TILES * N
+    BN: gl.constexpr = TILES * 64
+    ASMS: gl.constexpr = (ASM0, ASM1, ASM2, ASM3)
+    dtype: gl.constexpr = x.dtype
+    HALF: gl.constexpr = dtype == gl.float16
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BM, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    pid = gl.program_id(0)
+    share = gl.program_id(1)
+    begin = share * SHARE
+    end = gl.minimum(begin + SHARE, BLOCKS)
+    x_places = gl.allocate_shared_memory(dtype, [STAGES, CODES, BM, 64], x.layout)
+    w_places = gl.allocate_shared_memory(gl.int16, [STAGES, TILES, 64, 64], words.layout)
+    xs = _view(x_places, dtype, [STAGES * CODES, BM, 64], X_LAYOUT)
+    ws = _view(w_places, gl.int16, [STAGES, BN, 64], W_LAYOUT)
+    there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(there.index(i), count=1)
+    fence_async_shared()
+    if PDL:
+        gdc_launch_dependents()
+    for i in gl.static_range(STAGES):
+        _ask_words(words, there, w_places, begin + i, pid, i, begin + i < end, CODES, TILES, BM)
+    r = gl.arange(0, BN, gl.SliceLayout(1, mma))
+    row = pid * 64 + r % 64 + r // 64 * N  # of the weight
+    m = gl.arange(0, BM, gl.SliceLayout(0, mma))
+    row_scales = scales + row
+    soon = gl.minimum(begin, BLOCKS - 1) * 256
+    near = gl.load(row_scales + (soon // GROUP * ROWS if CODES == 4 else 0))
+    far = near
+    if CODES == 4:
+        far = gl.load(row_scales + (soon + 128) // GROUP * ROWS)
+    if PDL:
+        gdc_wait()
+    for i in gl.static_range(STAGES):
+        _load_tile(x, [(begin + i) * CODES, 0, 0], there.index(i), x_places.index(i), pred=begin + i < end)
+    acc = gl.zeros([BN, BM], gl.float32, mma)
+    zero = acc
+    for b in range(begin, end):
+        slot = (b - begin) % STAGES
+        mbarrier.wait(there.index(slot), (b - begin) // STAGES % 2)
+        a = ws.index(slot).load(left)
+        x0 = xs.index(slot * CODES).permute((1, 0))
+        x1 = xs.index(slot * CODES + 1).permute((1, 0))
+        first = _numbers(a, ASMS[0], HALF)
+        if CODES == 4:
+            following = gl.minimum(b + 1, end - 1)
+            next_near = gl.load(row_scales + following * 256 // GROUP * ROWS)
+            next_far = gl.load(row_scales + (following * 256 + 128) // GROUP * ROWS)
+            one = warpgroup_mma(first, x0, zero, use_acc=False, is_async=True)
+            second = _numbers(a, ASMS[1], HALF)
+            one = warpgroup_mma(second, x1, one, is_async=True)
+            third = _numbers(a, ASMS[2], HALF)
+            two = warpgroup_mma(third, xs.index(slot * 4 + 2).permute((1, 0)), zero, use_acc=False, is_async=True)
+            fourth = _numbers(a, ASMS[3], HALF)
+            two = warpgroup_mma(fourth, xs.index(slot * 4 + 3).permute((1, 0)), two, is_async=True)
+            acc += warpgroup_mma_wait(2, deps=(one,)) * gl.expand_dims(near.to(gl.float32), 1)
+            acc += warpgroup_mma_wait(0, deps=(two,)) * gl.expand_dims(far.to(gl.float32), 1)
+            near = next_near
+            far = next_far
+        else:
+            one = warpgroup_mma(first, x0, acc, is_async=True)
+            second = _numbers(a, ASMS[1], HALF)
+            one = warpgroup_mma(second, x1, one, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=(one,))
+        ahead = b + STAGES
+        _ask_words(words, there, w_places, ahead, pid, slot, ahead < end, CODES, TILES, BM)
+        _load_tile(x, [ahead * CODES, 0, 0], there.index(slot), x_places.index(slot), pred=ahead < end)
+    if CODES == 2:
+        acc *= gl.expand_dims(near.to(gl.float32), 1)
+    if SPLIT > 1:
+        SIZE: gl.constexpr = BM * ROWS
+        at = part + m[None, :] * ROWS + row[:, None]
+        gl.store(at + share * SIZE, acc)
+        _barrier()
+        came = gl.atomic_add(arrived + pid, 1, sem="acq_rel")
+        if came != SPLIT - 1:
+            return
+        gl.store(arrived + pid, 0)
+        acc = zero
+        for i in gl.static_range(SPLIT):
+            acc += gl.load(at + i * SIZE, cache_modifier=".cg")
+    if NORM:
+        wide: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
+        p = gl.arange(0, BM, gl.SliceLayout(1, wide))
+        j = gl.arange(0, SQUARES, gl.SliceLayout(0, wide))
+        listed = (p < M)[:, None] & (j < tiles_in)[None, :]
+        parts = gl.load(squares_in + p[:, None] * tiles_in + j[None, :], mask=listed, other=0.0)
+        rstd = gl.convert_layout(gl.rsqrt(gl.sum(parts, 1) / WIDTH + eps), gl.SliceLayout(0, mma))
+        acc = acc * gl.expand_dims(rstd, 0)
+    if BIAS:
+        acc += gl.expand_dims(gl.load(bias + row).to(gl.float32), 1)
+    keep = (m < M)[None, :]
+    at = m[None, :] * N + row[:, None]
+    if ACT >= 0 and MODE != 1:
+        acc = apply_activation(acc, ACT)
+    if MODE == 0:
+        gl.store(out + at, acc.to(out.dtype.element_ty), mask=keep)
+    elif MODE == 1:
+        pairs: gl.constexpr = gl.BlockedLayout([1, 1, 2], [16, 2, 1], [4, gl.num_warps() // 4, 1], [2, 0, 1])
+        flat: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [4, gl.num_warps() // 4], [0, 1])
+        gate, up = gl.split(gl.convert_layout(gl.permute(gl.reshape(acc, [2, 64, BM]), (1, 2, 0)), pairs))
+        gate = gl.convert_layout(gate, flat)
+        up = gl.convert_layout(up, flat)
+        n = pid * 64 + gl.arange(0, 64, gl.SliceLayout(1, flat))
+        k = gl.arange(0, BM, gl.SliceLayout(0, flat))
+        if ACT >= 0:
+            gate = apply_activation(gate, ACT)
+        gl.store(out + k[None, :] * N + n[:, None], (gate * up).to(out.dtype.element_ty), mask=(k < M)[None, :])
+    else:
+        y = acc.to(h.dtype.element_ty).to(gl.float32)
+        if scale != 1.0:
+            y = y * scale
+        y = (y + gl.load(h + at, mask=keep, other=0.0).to(gl.float32)).to(h.dtype.element_ty)
+        gl.store(h + at, y, mask=keep)
+        if NEXT:
+            f = y.to(gl.float32)
+            factor = gl.load(next_weight + row).to(gl.float32)
+            gl.store(scaled + at, (f * gl.expand_dims(factor, 1)).to(scaled.dtype.element_ty), mask=keep)
+            gl.store(squares_out + m * (N // 64) + pid, gl.sum(f * f, 0), mask=m < M)
+
+
+def takes_few(rows: int, weight: PackedWords | Float8Weight, mode: int) -> bool:
+    """Whether the kernel multiplies so many rows by a weight: of the widths and groups it is cut for."""
+    if not (8 if isinstance(weight, PackedWords) else 1) < rows <= 64:
+        return False
+    if isinstance(weight, PackedWords):
+        fitting = weight.format == "int4" and weight.offsets is None and weight.words.shape[2] == _WORDS
+        if not fitting or weight.group % 128 or weight.shape[1] % 256:
+            return False
+    return weight.shape[0] % (128 if mode == 1 else 64) == 0
+
+
+def choose_few_tiling(rows: int, weight: PackedWords | Float8Weight, mode: int) -> Tiling:
+    """From times of whole steps on an H200 (`benchmarks/h200/tune_decode.py`, `h200_packed_rows.json`)."""
+    codes, pair = 4 if isinstance(weight, PackedWords) else 2, 2 if mode == 1 else 1
+    depth, blocks, split = max(16, triton.next_power_of_2(rows)), weight.shape[1] // (64 * codes), 1
+    tiles = weight.shape[0] // 64 // pair
+    while split < 4 and 2 * tiles * split <= _MOST_PROGRAMS and blocks >= 4 * split:
+        split *= 2
+    stage = pair * 8192 + depth * codes * 128
+    room = _MEMORY // -(-tiles * split // processors()) // stage  # for all programs at once
+    most = (3 if codes == 4 else 4) if mode == 1 else 16 // codes
+    least = min(2, -(-blocks // split))
+    return Tiling(False, 64, depth, 4 * pair, split, max(least, min(most, -(-blocks // split), room)), whole=True)
+
+
+def launch_few(
+    x: Tensor, weight: PackedWords | Float8Weight, ends: tuple[Tensor | None, ...], parts: tuple[Tensor | None, ...],
+    behind: tuple[Any, ...], rows: int, t: Tiling, const: dict[str, Any], extra: dict[str, Any],
+) -> None:  # fmt: skip
+    """Launch a product, as `launch_packed` does."""
+    squares, tiles, eps, h, next_weight, scaled, squares_out, *_, scale = behind
+    const = {name: const[name] for name in ("N", "K", "WIDTH", "MODE", "ACT", "NORM", "NEXT", "BIAS", "PDL")}
+    n, k, pair = const["N"], const["K"], 2 if const["MODE"] == 1 else 1
+    packed = isinstance(weight, PackedWords)
+    if isinstance(weight, PackedWords):
+        words, group, codes = weight.words.view(-1, n, _WORDS), weight.group, 4
+    else:
+        words, group, codes = weight.codes.view(torch.int16).view(pair, n, k // 2), 0, 2
+    depth, half = max(16, triton.next_power_of_2(rows)), x.dtype == torch.float16
+    assemblies = {f"ASM{i}": number_assembly(packed, half, i % codes) for i in range(4)}
+    kind = _DTYPES[x.dtype]
+    inputs = TensorDescriptor(
+        x, [k // 64, x.shape[0], 64], [64, k, 1], [codes, depth, 64], _layout([codes, depth, 64], kind)
+    )
+    weights = TensorDescriptor(
+        words, list(words.shape), list(words.stride()), [pair, 64, _WORDS], _layout([pair, 64, _WORDS], gl.int16)
+    )
+    _few_kernel[(n // 64, t.split)](
+        inputs, weights, weight.scales, *ends, *parts, squares, tiles, eps, h, next_weight, scaled, squares_out, scale,
+        rows, GROUP=group, CODES=codes, SQUARES=triton.next_power_of_2(max(tiles, 8)), BM=depth, SPLIT=t.split,
+        STAGES=t.stages, X_LAYOUT=_layout([depth, 64], kind), W_LAYOUT=_layout([64 * pair, _WORDS], gl.int16),
+        num_warps=t.warps, **assemblies, **const, **extra,
+    )  # fmt: skip
+
+
+def _layout(shape: list[int], kind: Any) -> Any:
+    """Of a tile in shared memory."""
+    return gl.NVMMASharedLayout.get_default_for(shape, kind)

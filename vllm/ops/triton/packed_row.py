@@ -1,0 +1,253 @@
+"""The product of one row with weights of 4 bits or 8-bit floats on Hopper GPUs, in Gluon: a lane loads the words of
+which the matrix units take numbers from it, several blocks at once and before the kernel in front has ended.
+
+A block is 128 bytes of an output: of 4 bits 256 inputs, as in `packed_linear` with 64 words, of 8-bit floats 128, as in
+`float8`. Each warp takes blocks of its own, of 16 outputs (of a gated product 8 of each half). The order of inputs
+within a product of the matrix units is free: the four words of 32 bits that a lane loads of an output at once are
+operands of two of them for each code. All columns of the right operand are the one row.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from vllm.ops.triton.decode_parts import Tiling, ask_constants, finish_row
+from vllm.ops.triton.float8 import Float8Weight
+from vllm.ops.triton.packed_linear import PackedWords
+
+_MOST_BLOCKS = 16  # of a warp, whose loop over them is written out
+
+
+@triton.constexpr_function
+def _block_assembly(codes, half):
+    """Sums of a block for a lane's two outputs: $0, $1 of the first, over the first and the second half of the codes in
+    a word, $2, $3 of the second. Words: $4 to $7 of the first output, $8 to $11 of the second, then both again, of the
+    second pieces. Inputs: from $20 on, 4 for each code and piece. codes: 4 of 4 bits in 16, or 2 of 8-bit floats.
+    """
+    kind, fma = ("f16", "fma.rn.f16x2") if half else ("bf16", "fma.rn.bf16x2")
+    if codes == 4:  # 0x4300 | c is 128 + c in bfloat16, 0x6400 | c is 1024 + c in float16
+        magic = "0x64006400" if half else "0x43004300"
+        factor, more = ("0x3C003C00", "0xE408E408") if half else ("0x3F803F80", "0xC308C308")
+    else:  # the bits of a float8 are those of a wider float but for the exponent's bias
+        magic = "0x3F803F80" if half else "0x07F007F0"
+        factor, more = ("0x5C005C00" if half else "0x7B807B80"), "0x80008000"
+    text = "{ .reg .b32 a<4>, u, factor, more; .reg .f32 s<4>, t<4>; "
+    text += f"mov.b32 factor, {factor}; mov.b32 more, {more}; "
+    text += "".join(f"mov.f32 s{c}, 0f00000000; mov.f32 t{c}, 0f00000000; " for c in range(4))
+    for h in range(2):
+        for i in range(codes):
+            for j in range(2):
+                for a in range(4):  # of the first and the second output, then again of the next word
+                    source = f"${4 + 8 * h + 4 * (a % 2) + 2 * j + a // 2}"
+                    if codes == 4:
+                        text += f"shr.b32 a{a}, {source}, {4 * i}; " if i else f"mov.b32 a{a}, {source}; "
+                        text += f"lop3.b32 a{a}, a{a}, 0x000F000F, {magic}, 0xEA; "
+                    else:
+                        up = (7 if half else 4) - 8 * i
+                        text += f"shl.b32 a{a}, {source}, {up}; " if up > 0 else f"shr.b32 a{a}, {source}, {-up}; "
+                        text += f"mov.b32 u, {source}; " if i else f"shl.b32 u, {source}, 8; "
+                        text += f"and.b32 a{a}, a{a}, {magic}; lop3.b32 a{a}, u, 0x80008000, a{a}, 0xEA; "
+                    text += f"{fma} a{a}, a{a}, factor, more; "
+                sums = ", ".join(f"{'s' if i < codes // 2 else 't'}{c}" for c in range(4))
+                x = 20 + 8 * i + 4 * h + 2 * j
+                text += f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{{sums}}}, {{a0, a1, a2, a3}}, "
+                text += f"{{${x}, ${x + 1}}}, {{{sums}}}; "
+    return text + "mov.f32 $0, s0; mov.f32 $1, t0; mov.f32 $2, s2; mov.f32 $3, t2; }"
+
+
+@triton.constexpr_function
+def _total_assembly(half):
+    """Sums of a block's inputs, with 4 codes: $0, $2 of its first half, $1, $3 of its second. Inputs: from $4 on."""
+    kind, one = ("f16", "0x3C003C00") if half else ("bf16", "0x3F803F80")
+    text = f"{{ .reg .b32 one; .reg .f32 s<4>, t<4>; mov.b32 one, {one}; "
+    text += "".join(f"mov.f32 s{c}, 0f00000000; mov.f32 t{c}, 0f00000000; " for c in range(4))
+    for x in range(4, 36, 2):
+        sums = ", ".join(f"{'s' if x < 20 else 't'}{c}" for c in range(4))
+        text += f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{{sums}}}, {{one, one, one, one}}, "
+        text += f"{{${x}, ${x + 1}}}, {{{sums}}}; "
+    return text + "mov.f32 $0, s0; mov.f32 $1, t0; mov.f32 $2, s0; mov.f32 $3, t0; }"
+
+
+@triton.constexpr_function
+def _constraints(registers):
+    """Of four sums made from so many registers."""
+    return ",".join(["=f"] * 4 + ["r"] * registers)
+
+
+@gluon.jit
+def _ask_words(at, APART: gl.constexpr):
+    """The words of a lane's two outputs, APART of each other, of a block. at: of the first one's."""
+    return (
+        gl.load(at, eviction_policy="evict_first"), gl.load(at + APART, eviction_policy="evict_first"),
+        gl.load(at + 16, eviction_policy="evict_first"), gl.load(at + (APART + 16), eviction_policy="evict_first"),
+    )  # fmt: skip
+
+
+@gluon.jit
+def _ask_inputs(at, CODES: gl.constexpr):
+    """The inputs of a block that a lane multiplies, by code and piece."""
+    found = (gl.load(at), gl.load(at + 16), gl.load(at + 32), gl.load(at + 48))
+    if CODES == 4:
+        found += (gl.load(at + 64), gl.load(at + 80), gl.load(at + 96), gl.load(at + 112))  # type: ignore[assignment]
+    return found
+
+
+@gluon.jit
+def _sums(w, x, CODES: gl.constexpr, HALF: gl.constexpr):
+    ASM: gl.constexpr = _block_assembly(CODES, HALF)
+    CONSTRAINTS: gl.constexpr = _constraints(16 + 8 * CODES)
+    if CODES == 4:
+        operands = [w[0], w[1], w[2], w[3], x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7]]
+    else:
+        operands = [w[0], w[1], w[2], w[3], x[0], x[1], x[2], x[3]]
+    return gl.inline_asm_elementwise(ASM, CONSTRAINTS, operands, dtype=gl.float32, is_pure=False, pack=4)
+
+
+@gluon.jit
+def _totals(x, HALF: gl.constexpr):
+    ASM: gl.constexpr = _total_assembly(HALF)
+    CONSTRAINTS: gl.constexpr = _constraints(32)
+    operands = [x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7]]
+    return gl.inline_asm_elementwise(ASM, CONSTRAINTS, operands, dtype=gl.float32, is_pure=False, pack=4)
+
+
+@gluon.jit(do_not_specialize=["tiles_in"])
+def _row_kernel(
+    x, words, scales, offsets, bias, out, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out,
+    scale: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, CODES: gl.constexpr,
+    WIDTH: gl.constexpr, SQUARES: gl.constexpr, AHEAD: gl.constexpr, MODE: gl.constexpr, ACT: gl.constexpr,
+    NORM: gl.constexpr, NEXT: gl.constexpr, BIAS: gl.constexpr, OFFSETS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Grid (N / 16,), of gated products (N / 8,). AHEAD: blocks of which a warp has asked for the words. SQUARES: at
+    least the tiles of the norm in front. CODES: in 16 bits; 2 of 8-bit floats, whose scales are one for an output.
+    """
+    WARPS: gl.constexpr = gl.num_warps()
+    BLOCK: gl.constexpr = 64 * CODES
+    SHARE: gl.constexpr = K // BLOCK // WARPS
+    GATED: gl.constexpr = MODE == 1
+    ROWS: gl.constexpr = 2 * N if GATED else N
+    BN: gl.constexpr = 8 if GATED else 16
+    SECOND: gl.constexpr = N if GATED else 8  # a lane's second output behind its first
+    ROW: gl.constexpr = 32 if CODES == 4 else K // 4  # words of 32 bits between outputs, and between blocks
+    STEP: gl.constexpr = ROWS * 32 if CODES == 4 else 32
+    HALF: gl.constexpr = x.dtype.element_ty == gl.float16
+    lanes: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    pid = gl.program_id(0)
+    thread = gl.arange(0, 32 * WARPS, gl.SliceLayout(1, lanes))
+    e = gl.arange(0, 4, gl.SliceLayout(0, lanes))
+    q = thread % 4
+    row = pid * BN + thread // 4 % 8
+    first = thread // 32 * SHARE
+    if PDL:
+        gdc_launch_dependents()
+    at = words.to(gl.pointer_type(gl.int32)) + (first * STEP + row * ROW + q * 4)[:, None] + e[None, :]
+    row4 = row[:, None] + (e // 2 * SECOND)[None, :]  # of each sum
+    half = (first * 2)[:, None] + (e % 2)[None, :]  # and the half of a block that it is over
+    w = ()
+    s = ()
+    for i in gl.static_range(AHEAD):
+        w += (_ask_words(at + i * STEP, SECOND * ROW),)  # type: ignore[assignment]
+        if CODES == 4:
+            s += (gl.load(scales + (half + i * 2) * 128 // GROUP * ROWS + row4),)  # type: ignore[assignment]
+    n = pid * BN + gl.arange(0, BN, line)
+    in_n = n < N
+    first_bias, second_bias, weight = ask_constants(bias, next_weight, n, in_n, N, MODE, NEXT, BIAS)
+    if CODES == 2:
+        first_scale = gl.load(scales + n)
+        second_scale = gl.load(scales + n + N) if GATED else first_scale
+    if PDL:
+        gdc_wait()
+    x_at = x.to(gl.pointer_type(gl.int32)) + (first * (BLOCK // 2) + q * 4)[:, None] + e[None, :]
+    parts, before = n, n
+    if NORM:
+        j = gl.arange(0, SQUARES, line)
+        parts = gl.load(squares_in + j, mask=j < tiles_in, other=0.0)
+    if MODE == 2:
+        before = gl.load(h + n, mask=in_n, other=0.0)
+    acc = gl.zeros([32 * WARPS, 4], gl.float32, lanes)
+    for i in gl.static_range(SHARE):
+        xs = _ask_inputs(x_at + i * (BLOCK // 2), CODES)
+        sums = _sums(w[i], xs, CODES, HALF)
+        if OFFSETS:
+            acc += _totals(xs, HALF) * gl.load(offsets + (half + i * 2) * 128 // GROUP * ROWS + row4)
+        acc += sums * s[i].to(gl.float32) if CODES == 4 else sums
+        if i + AHEAD < SHARE:
+            w += (_ask_words(at + (i + AHEAD) * STEP, SECOND * ROW),)  # type: ignore[assignment]
+            if CODES == 4:
+                s += (gl.load(scales + (half + (i + AHEAD) * 2) * 128 // GROUP * ROWS + row4),)  # type: ignore[assignment]
+    acc = gl.sum(gl.reshape(acc, [WARPS, 8, 4, 2, 2]), 4)
+    acc = gl.sum(gl.sum(acc, 2) * 0.25, 0)  # the four lanes of an output have the same
+    if GATED:
+        first_half, second_half = gl.split(acc)
+        y = gl.convert_layout(first_half, line)
+        u = gl.convert_layout(second_half, line)
+    else:
+        y = gl.convert_layout(gl.reshape(gl.permute(acc, (1, 0)), [16]), line)
+        u = y
+    if CODES == 2:
+        y *= first_scale
+        u *= second_scale
+    finish_row(
+        y, u, n, in_n, pid, first_bias, second_bias, weight, parts, before, eps, out, h, scaled, squares_out, None,
+        None, None, None, None, scale, WIDTH, BN, MODE, ACT, NORM, NEXT, BIAS, False,
+    )  # fmt: skip
+
+
+def takes_row(weight: PackedWords | Float8Weight) -> bool:
+    """Whether the kernel multiplies by a weight: of the widths and groups it is cut for."""
+    if isinstance(weight, PackedWords):
+        fitting = weight.format == "int4" and weight.words.shape[2] == 64 and weight.group % 128 == 0
+        if not fitting or weight.shape[1] % 256:
+            return False
+    return weight.shape[0] % 16 == 0 and _blocks(weight) // _most_warps(weight) <= _MOST_BLOCKS
+
+
+def _blocks(weight: PackedWords | Float8Weight) -> int:
+    return weight.shape[1] // (256 if isinstance(weight, PackedWords) else 128)
+
+
+def _most_warps(weight: PackedWords | Float8Weight) -> int:
+    """That share the blocks of an output."""
+    return math.gcd(_blocks(weight), 8)
+
+
+def choose_row_tiling(weight: PackedWords | Float8Weight, mode: int) -> Tiling:
+    """From times of whole steps on an H200 (`benchmarks/h200/tune_decode.py`, `h200_packed_rows.json`)."""
+    packed = isinstance(weight, PackedWords)
+    warps = _most_warps(weight)
+    if mode == 1:
+        warps, ahead, registers = min(4, warps), 2 if packed else 3, 96
+    elif mode == 0:
+        ahead, registers = (1, 64) if packed else (2, 80)
+    else:
+        ahead, registers = 2, 128
+    share = _blocks(weight) // warps
+    if share > _MOST_BLOCKS:
+        warps *= 2
+        share //= 2
+    return Tiling(True, 8 if mode == 1 else 16, 1, warps, unroll=min(ahead, share), registers=registers)
+
+
+def launch_row(
+    x: Tensor, weight: PackedWords | Float8Weight, ends: tuple[Tensor | None, ...], behind: tuple[Any, ...], t: Tiling,
+    const: dict[str, Any], extra: dict[str, Any],
+) -> None:  # fmt: skip
+    """Launch a product. The rest as for `launch_packed`."""
+    squares, tiles, eps, h, next_weight, scaled, squares_out, *_, scale = behind
+    const = {name: const[name] for name in ("N", "K", "WIDTH", "MODE", "ACT", "NORM", "NEXT", "BIAS", "PDL")}
+    packed = isinstance(weight, PackedWords)
+    words, offsets = (weight.words, weight.offsets) if isinstance(weight, PackedWords) else (weight.codes, None)
+    _row_kernel[(const["N"] // t.rows,)](
+        x, words, weight.scales, offsets, *ends, squares, tiles, eps, h, next_weight, scaled, squares_out, scale,
+        GROUP=weight.group if isinstance(weight, PackedWords) else 0, CODES=4 if packed else 2,
+        SQUARES=triton.next_power_of_2(max(tiles, 2)), AHEAD=t.unroll, OFFSETS=offsets is not None, num_warps=t.warps,
+        maxnreg=t.registers, **const, **extra,
+    )  # fmt: skip
