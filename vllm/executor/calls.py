@@ -34,7 +34,7 @@ def callable_of(worker: Worker, method: Any) -> Callable[..., Any]:
 
 def _call(worker: Worker, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     ranks = worker.ranks
-    with use_tensor_parallel(ranks.tp), use_world(ranks.place):
+    with use_tensor_parallel(ranks.tp), use_world(ranks.place(*worker.config.parallel_config.copy)):
         return function(*args, **kwargs)
 
 

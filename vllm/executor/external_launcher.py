@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from vllm import envs
-from vllm.distributed.parallel_state import SINGLE, TensorParallel, WorldRank, take_place
+from vllm.distributed.parallel_state import SINGLE, GroupRank, TensorParallel, WorldRank, take_place
 from vllm.distributed.ranks import Ranks
 from vllm.exceptions import EngineDeadError
 from vllm.executor import codec
@@ -102,7 +102,7 @@ class ExternalLauncherExecutor(UniprocExecutor):
         self._groups = [group for group in (shards, self._talk, hosts) if group is not everybody]
         count = int(os.environ.get("LOCAL_WORLD_SIZE", world))
         self._tp = TensorParallel(rank % size, size, shards, cpu_group=self._talk)
-        process = WorldRank(rank, world, local, hosts, everybody)
+        process = WorldRank(rank, world, local, hosts, everybody, copy=GroupRank(rank // size, world // size))
         ranks = Ranks(self._tp, index=rank % size, world=size, device=local, local=(local, count), process=process)
         worker = worker_class(config)(config, ranks)
         blocks = torch.tensor([worker.count_blocks()])
