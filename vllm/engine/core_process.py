@@ -30,6 +30,7 @@ import msgspec
 from vllm.engine import wire
 from vllm.engine.unread import Common, Unread, look_at, read
 from vllm.faults import Faults
+from vllm.ipc import functions
 from vllm.ipc.child import end_with_parent
 from vllm.ipc.frames import FrameReader, read_frames, receive_frames
 from vllm.logger import init_logger
@@ -447,7 +448,10 @@ class CoreServer:
         if call.method not in CALLABLE:
             return wire.CallResult(call.call_id, error=f"The core has no method {call.method!r} to call.")
         try:
-            result = wire.CallResult(call.call_id, value=getattr(self._core, call.method)(*call.args, **call.kwargs))
+            value = getattr(self._core, call.method)(*call.args, **call.kwargs)
+            if call.method == "collective_rpc":
+                value = functions.portable(value)
+            result = wire.CallResult(call.call_id, value=value)
             wire.frame(result)  # what cannot be sent is this call's error, not the core's
             return result
         except Exception as error:

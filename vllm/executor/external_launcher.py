@@ -29,6 +29,7 @@ from vllm.executor import codec
 from vllm.executor.calls import callable_of, worker_class
 from vllm.executor.uniproc import UniprocExecutor
 from vllm.executor.worker_process import answer
+from vllm.ipc import functions
 from vllm.ipc.codec import decoder, encode
 from vllm.step.plan import StepPlan
 from vllm.step.result import StepResult
@@ -240,13 +241,14 @@ class JointExecutor:
     ) -> list[Any]:
         """Call a method of every rank's worker; results by rank. Raises RuntimeError if one failed."""
         with self._whole():
-            call = codec.Call(0, method, list(args), dict(kwargs or {}))
+            sent, named = functions.portable(list(args)), functions.portable(dict(kwargs or {}))
+            call = codec.Call(0, functions.portable(method), sent, named)
             self._own.say(call)
             answers = self._own.call(call)
         for rank, found in enumerate(answers):
             if found.error is not None:
                 raise RuntimeError(f"Rank {rank}: {found.error}")
-        return [found.value for found in answers]
+        return [functions.received(found.value) for found in answers]
 
     def check_health(self) -> None:
         """Raises EngineDeadError if the ranks do not work together any more."""

@@ -90,7 +90,7 @@ def answer(worker: Worker, message: codec.Call) -> codec.Result:
     """What a worker answers to a call. An error of the method is its answer, not the end of this rank."""
     try:
         method = callable_of(worker, message.method)
-        value = method(*functions.received(message.args), **functions.received(message.kwargs))
+        value = functions.portable(method(*functions.received(message.args), **functions.received(message.kwargs)))
         result = codec.Result(message.call_id, value)
         codec.frame(result)  # fails here if the value cannot travel
     except Exception as error:
