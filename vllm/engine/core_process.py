@@ -33,7 +33,7 @@ from vllm.faults import Faults
 from vllm.ipc import functions
 from vllm.ipc.child import end_with_parent
 from vllm.ipc.frames import FrameReader, read_frames, receive_frames
-from vllm.logger import init_logger
+from vllm.logger import init_logger, mark_lines
 from vllm.platforms import cuda_early
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.step.messages import CoreOutput, CoreRequest, CoreStats, prompt_pieces
@@ -505,7 +505,10 @@ def make_core(document: dict[str, Any]) -> EngineCore:
     from vllm.model_executor.models.registry import ModelRegistry
 
     ModelRegistry.restore(document.pop("registered_models"))
-    return EngineCore(VllmConfig.from_dict(document))
+    config = VllmConfig.from_dict(document)
+    if config.parallel_config.local_replicas > 1:
+        mark_lines(f"replica {config.parallel_config.replica}")
+    return EngineCore(config)
 
 
 def main(argv: list[str], make: Callable[[dict[str, Any]], EngineCore] = make_core) -> int:
