@@ -4,8 +4,8 @@
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 ARGS ?=
-# One thread for each of the two test processes: more only fight each other.
-JOBS ?= 2
+# Processes of one thread each. Two cores are not busy with two of them: tests wait for servers that they have started.
+JOBS ?= 3
 
 .PHONY: help setup setup-dev demo test sanitize lint format bench soak fuzz test-web screenshots test-real test-models-full \
 	test-adapters-full test-clients test-ray test-distributed test-cycles test-gpu lint-images wheel clean

@@ -70,6 +70,18 @@ async def test_two_copies_give_the_answers_of_one(case: str, tp: int, more: dict
         assert held["requests"] == held["in_flight"] == 0 and held["blocks_free"] == held["blocks_total"]
 
 
+@pytest.mark.timeout(60)
+async def test_a_part_of_a_prompt_that_asks_for_no_token_holds_nobody_up(tmp_path: Path) -> None:
+    """Of the last layer it needs nothing, but others may need the experts there."""
+    save("mixtral", tmp_path, 512)
+    asked = [[2 + (i + j * (1 + i % 3)) % 120 for j in range(90 if i % 2 else 3)] for i in range(8)]
+    found = []
+    for options in ({"separate": False, "skip_tokenizer_init": True}, SHARED):
+        async with running(tmp_path, max_num_batched_tokens=32, **options) as engine:
+            found.append(await asyncio.gather(*(answer(engine, p, 9, f"c{i}") for i, p in enumerate(asked))))
+    assert found[0] == found[1]
+
+
 async def test_all_copies_end_and_are_started_again_together(tmp_path: Path) -> None:
     save("mixtral", tmp_path, 512)
     async with running(tmp_path, **SHARED) as engine:

@@ -17,6 +17,7 @@ from vllm.structured_output import requests as module
 from vllm.structured_output.compiler import Compiled
 from vllm.structured_output.excess import EXCESS_SECONDS, MASK_SECONDS
 from vllm.structured_output.grammar import Filled
+from vllm.structured_output.positions import MaskTable, Places
 from vllm.structured_output.requests import COMPANY_SECONDS, MIN_MASK_SECONDS, QUICK_SECONDS, GrammarRequests
 from vllm.structured_output.spec import GrammarSpec
 from vllm.structured_output.vocabulary import Vocabulary
@@ -99,6 +100,20 @@ def test_slow_masks_take_half_of_the_time_in_small_parts(served: Served, count: 
     assert longest < 0.001 + MASK_SECONDS + served.slow.cost
     assert len(counts) == len(served.running) == count  # nobody fails
     assert max(counts.values()) - min(counts.values()) <= 0.1 * max(counts.values()) + 1
+
+
+def test_first_masks_are_computed_one_by_one_and_at_one_place_once(served: Served) -> None:
+    vocabulary = served.grammars.compiler.vocabulary
+    spec = GrammarSpec("json", '{"type": "object"}', "slow")
+    places = Places.of(spec, vocabulary.tokens, MaskTable(vocabulary.words))
+    done: Future[Compiled] = Future()
+    done.set_result(Compiled(served.slow, served.slow, places))  # type: ignore[arg-type]
+    served.grammars.compiler.compile = lambda spec: done  # type: ignore[method-assign]
+    served.slow.cost = 0.2
+    served.add(40)
+    masks = served.grammars.masks(served.running, range(40))
+    assert served.slow.num_masks == 1 and served.slow.now == 0.2
+    assert not masks.errors and masks.bits.tolist() == [[0xFFFFFFFF]] * 40
 
 
 def test_alone_they_have_all_of_the_time(served: Served) -> None:

@@ -107,8 +107,8 @@ class Admission:
             )
         if queued + tokens > self.max_tokens:
             raise MaxQueuedTokensError(
-                f"The waiting requests have {queued} prompt tokens, at most {self.max_tokens} may wait. "
-                "Try again later."
+                f"The waiting requests have {queued} prompt tokens, this one has {tokens}, and at most "
+                f"{self.max_tokens} may wait together. Try again later."
             )
 
     def room(self, account: Account, tokens: int) -> int:

@@ -137,6 +137,10 @@ class _State:
         self.problem: str | None = None
         self.complete_early = False
 
+    @property
+    def is_new(self) -> bool:
+        return self.position == self.begin
+
     def take_in(self, token: int) -> None:
         """The text goes on with a token that its mask allowed."""
         self.unseen.append(token)
@@ -460,8 +464,11 @@ class GrammarRequests:
         else:
             bits[0] = table.bits[node.row]
 
-    def _fill(self, states: list[_State], bits: np.ndarray | None = None) -> list[int]:
-        """Find the masks of these, each in its row of `bits` if that is given. Returns those of texts that may end."""
+    def _fill(self, states: list[_State], bits: np.ndarray | None = None, again: bool = False) -> list[int]:
+        """Find the masks of these, each in its row of `bits` if that is given. Returns those of texts that may end.
+
+        Of several at one place one is computed, and then the others are there; again: unless it could not be kept.
+        """
         if bits is None:
             bits = np.empty((len(states), self._words), np.uint32)
             self._filled = states, bits
@@ -469,6 +476,8 @@ class GrammarRequests:
         rows: list[int] = []
         may_end: list[int] = []
         missing: dict[Backend, list[int]] = {}
+        places: set[int] = set()
+        twins: list[int] = []
         for i, state in enumerate(states):
             state.mask = bits, i
             node, table = state.node, state.table
@@ -477,24 +486,33 @@ class GrammarRequests:
                 rows.append(node.row)
                 if node.may_end:
                     may_end.append(i)
+            elif node is not None and table is not None and not again and id(node) in places:
+                twins.append(i)
             else:
+                places.add(id(node))
                 missing.setdefault(state.backend, []).append(i)
         if known:  # before others are kept, for which the table may have to forget these
             table = states[known[0]].table
             assert table is not None
-            if missing:
+            if len(known) < len(states):
                 bits[known] = table.bits[rows]
             else:
                 np.take(table.bits, rows, axis=0, out=bits, mode="clip")
             for i in may_end:
                 self._settle(states[i], bits[i], True, None)
-        for backend, places in missing.items():
-            if len(places) == len(states):
+        for backend, where in missing.items():
+            if len(where) == len(states):
                 may_end += self._compute(backend, states, bits)
                 continue
-            part: np.ndarray = np.empty((len(places), self._words), np.uint32)
-            may_end += [places[i] for i in self._compute(backend, [states[i] for i in places], part)]
-            bits[places] = part
+            part: np.ndarray = np.empty((len(where), self._words), np.uint32)
+            may_end += [where[i] for i in self._compute(backend, [states[i] for i in where], part)]
+            bits[where] = part
+        if twins:
+            part = np.empty((len(twins), self._words), np.uint32)
+            may_end += [twins[i] for i in self._fill([states[i] for i in twins], part, again=True)]
+            bits[twins] = part
+            for i in twins:
+                states[i].mask = bits, i
         return may_end
 
     def _compute(self, backend: Backend, states: Sequence[_State], bits: np.ndarray) -> list[int]:
@@ -507,7 +525,7 @@ class GrammarRequests:
                 end = begin + 1
                 found = self._compute_slow(backend, states[begin:end], bits[begin:end])
             else:
-                end = begin + MASKS_AT_ONCE
+                end = _together_from(states, begin)
                 begun = time.perf_counter()
                 found = self._compute_some(backend, states[begin:end], bits[begin:end])
                 quick -= time.perf_counter() - begun
@@ -644,6 +662,15 @@ def _forbid(row: np.ndarray, tokens: Sequence[int]) -> None:
         left[token // WORD_BITS] &= ~np.uint32(1 << (token % WORD_BITS))
     if left.any():
         row[:] = left
+
+
+def _together_from(states: Sequence[_State], begin: int) -> int:
+    """Where those end that are computed in one go. A first mask goes alone: nothing is known of what it takes."""
+    end, most = begin + 1, min(len(states), begin + MASKS_AT_ONCE)
+    if not states[begin].is_new:
+        while end < most and not states[end].is_new:
+            end += 1
+    return end
 
 
 def _allow_openings(state: _State) -> None:

@@ -465,9 +465,10 @@ def experts_of(model: nn.Module) -> list[Experts]:
 
 
 def serve_experts(model: nn.Module) -> None:
-    """Take part in the exchange of a step in which this copy of the engine has no tokens."""
+    """Take part in what copies of the engine exchange, if they do, where this one has no tokens for these experts."""
     for experts in experts_of(model):
-        experts.serve()
+        if experts.tp.exchange is not None:
+            experts.serve()
 
 
 class MixtureOfExperts(nn.Module):
@@ -586,6 +587,7 @@ class DecoderBlock(nn.Module):
         norm, scaled = self.norms, self._scaled
         view = step.view(picked=rows is not None)
         if rows is not None and not len(rows):
+            serve_experts(self)
             if self.layout in (Layout.POST, Layout.BRANCH):
                 h = x if residual is None else x + residual
             else:

@@ -15,6 +15,7 @@ from vllm.model_executor.models.blocks import (
     build_norm,
     needed,
     pick,
+    serve_experts,
 )
 from vllm.model_executor.models.families.arctic import ArcticBlock
 from vllm.model_executor.models.kv_groups import KVPlace
@@ -47,6 +48,7 @@ class ArcticLayer(nn.Module):
         h, stream = add_norm(self.norms[0], x, residual)
         out = self.attn(h, step, kv_caches, rows)
         if rows is not None and not len(rows):
+            serve_experts(self)
             return out, None
         entered, view = pick(stream, rows), step.view(picked=rows is not None)
         experts = self.ffn(self.norms[1](entered), view)
