@@ -67,6 +67,8 @@ def build(settings):
     return Server.options(
         ray_actor_options={"num_gpus": gpus} if gpus else {"num_cpus": 1},
         max_ongoing_requests=1000,
+        health_check_period_s=1,  # after three that fail Serve replaces the replica
+        graceful_shutdown_wait_loop_s=0.5,  # one whose engine has died has no requests that it must wait for
         autoscaling_config={
             "min_replicas": int(settings.get("least", 1)),
             "max_replicas": int(settings.get("most", 2)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -182,6 +183,12 @@ def test_each_line_of_a_long_message_has_the_prefix() -> None:
     lines = run(LOG + r"log.info('first\nsecond')").stderr.splitlines()
     assert [line.rpartition("] ")[2] for line in lines] == ["first", "second"]
     assert all(line.startswith("INFO ") for line in lines)
+
+
+def test_lines_of_one_of_several_copies_begin_with_its_number() -> None:
+    code = "from vllm.logger import mark_lines; mark_lines('replica 1'); log.info('a\\nb')"
+    lines = run(LOG + code).stderr.splitlines()
+    assert [re.sub(r"pid=\d+\) INFO .*\] ", "", line) for line in lines] == ["(replica 1 a", "(replica 1 b"]
 
 
 def test_logging_can_be_left_to_the_application() -> None:

@@ -12,6 +12,7 @@ from tests.tiny_llama import model_folder  # noqa: F401 - fixture
 from vllm import AsyncEngineArgs, SamplingParams, TokensPrompt
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.chat_utils import apply_hf_chat_template, parse_chat_messages
+from vllm.entrypoints.logger import RequestLogger
 from vllm.entrypoints.openai import api_server
 from vllm.entrypoints.openai.cli_args import make_arg_parser
 from vllm.entrypoints.openai.protocol import (
@@ -34,7 +35,7 @@ GREEDY = {"model": "tiny", "temperature": 0.0, "max_tokens": 5, "ignore_eos": Tr
 MESSAGES = [{"role": "user", "content": "Hello"}]
 
 
-async def test_an_application_and_its_objects_answer_alike(model_folder):  # noqa: F811
+async def test_an_application_and_its_objects_answer_alike(model_folder, caplog):  # noqa: F811
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(
         ["--model", str(model_folder), "--served-model-name", "tiny", "--disable-frontend-multiprocessing"]
     )
@@ -94,7 +95,13 @@ async def test_an_application_and_its_objects_answer_alike(model_folder):  # noq
         )
         assert found.choices[0].message.role == "helper"
         assert found.usage.prompt_tokens != chat.usage.prompt_tokens
+        logged = OpenAIServingCompletion(engine, None, mine, request_logger=RequestLogger(max_log_len=3))
+        caplog.clear()
+        await logged.create_completion(CompletionRequest(prompt="Hello", **{**GREEDY, "model": "mine"}))
+        (line,) = {record.getMessage() for record in caplog.records if "Received request" in record.getMessage()}
+        assert " prompt: 'Hel', " in line
         for make, error, words in [
+            (lambda: OpenAIServingChat(engine, None, mine, request_logger=1), TypeError, "must be a RequestLogger"),
             (lambda: OpenAIServingChat(engine, None, mine, colour="red"), TypeError, "no option 'colour'"),
             (lambda: OpenAIServingChat(engine, None, "mine"), TypeError, "must be an OpenAIServingModels"),
             (lambda: OpenAIServingModels(object()), TypeError, "AsyncLLMEngine"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from vllm import LLM
 from vllm.worker.worker import Worker
@@ -25,6 +26,20 @@ class Extension:
     def layers(self):
         return len(list(self.get_model().blocks))
 
+    def what_extensions_read(self):
+        same = (
+            self.model_config.dtype is torch.float32
+            and self.model_config.max_model_len == self.config.model_config.max_model_len
+        )
+        parts = (self.parallel_config, self.cache_config, self.scheduler_config, self.load_config)
+        return [
+            same,
+            self.is_driver_worker,
+            self.device.type,
+            self.lora_config,
+            *(type(part).__name__ for part in parts),
+        ]
+
 
 class Clashing:
     def execute(self, plan):
@@ -32,9 +47,12 @@ class Clashing:
 
 
 def test_a_worker_class_and_an_extension_are_used(model_folder: Path) -> None:
-    llm = LLM(str(model_folder), worker_cls=f"{__name__}.CountingWorker", worker_extension_cls=f"{__name__}:Extension")
+    llm = LLM(str(model_folder), worker_cls=f"{__name__}.CountingWorker", worker_extension_cls=f"{__name__}:Extension",
+              dtype="float32")  # fmt: skip
     llm.generate("Hello")
     assert llm.collective_rpc("count_steps")[0] >= 16
+    configs = ["ParallelConfig", "CacheConfig", "SchedulerConfig", "LoadConfig"]
+    assert llm.collective_rpc("what_extensions_read") == [[True, True, "cpu", None, *configs]]
     assert llm.collective_rpc("layers") == [llm.llm_engine.model_config.hf_config.num_hidden_layers]
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.executor.configs import Masked, config_for, generate
 from tests.models.own_models import NewLlamaForCausalLM
@@ -112,10 +114,55 @@ def test_calls_reach_every_rank(pair: MultiprocExecutor) -> None:
     os.kill(pair._ranks[0].process.pid, signal.SIGSTOP)
     try:
         with pytest.raises(TimeoutError, match="Rank 1 has not answered in time"):
-            pair.collective_rpc("check_health", timeout=0.05)
+            pair.collective_rpc("check_health", timeout=0.5)
     finally:
         os.kill(pair._ranks[0].process.pid, signal.SIGCONT)
     assert pair.collective_rpc("check_health") == [None, None]  # the late answer is not taken for this one's
+
+
+class Other:
+    """Nothing that could be sent."""
+
+
+def kinds(worker: Any, *args: Any, **kwargs: Any) -> Any:
+    return [str(type(value)) for value in (*args, *kwargs.values())], args[:2], torch.full((2,), worker.rank)
+
+
+def unsendable(worker: Any) -> Any:
+    return Other()
+
+
+def test_arguments_and_results_are_alike_on_all_ranks(pair: MultiprocExecutor) -> None:
+    weights, shape = torch.randn(3).to(torch.bfloat16), torch.Size([3, 1])
+    first, second = pair.collective_rpc(
+        kinds, args=(weights, shape, {1}, [np.zeros(2)], GREEDY, (1, GREEDY)), kwargs={"a": np.ones(2), "b": np.int8(1)}
+    )
+    assert first[0] == second[0]
+    assert first[0][0] == str(torch.Tensor) and first[0][1] == str(tuple) and first[0][4] == str(SamplingParams)
+    for rank, (_, given, own) in enumerate((first, second)):
+        assert torch.equal(given[0], weights) and given[1] == (3, 1) and own.tolist() == [rank] * 2
+    with pytest.raises(TypeError, match="A Other cannot be sent to another process"):
+        pair.collective_rpc(unsendable)
+    with pytest.raises(TypeError, match="A Other cannot be sent to another process"):
+        pair.collective_rpc(kinds, args=(Other(),))
+
+
+def wait_on_the_first(worker: Any) -> int:
+    if worker.rank == 0:
+        released.wait(60)
+    return int(worker.rank)
+
+
+released = threading.Event()
+
+
+def test_a_call_that_takes_too_long_is_given_up_whichever_rank_is_late(pair: MultiprocExecutor) -> None:
+    try:
+        with pytest.raises(TimeoutError):
+            pair.collective_rpc(wait_on_the_first, timeout=0.1)
+    finally:
+        released.set()
+    assert pair.collective_rpc(wait_on_the_first) == [0, 1]
 
 
 def test_a_second_group_in_one_process_is_refused(pair: MultiprocExecutor, folder: Path) -> None:
@@ -153,8 +200,6 @@ def test_a_killed_rank_is_noticed_at_once_and_nothing_is_left(pair: MultiprocExe
         pair.check_health()
     pair.shutdown()
     assert not is_running(pid)
-    import torch.distributed
-
     assert not torch.distributed.is_initialized()
 
 

@@ -20,6 +20,7 @@ from tests.models.harness import save_random_hf_model
 from tests.models.own_models import NewLlamaForCausalLM
 from tests.models.test_against_hugging_face import CASES
 from tests.tiny_models import save_llama
+from vllm.distributed import parallel_state
 from vllm.exceptions import EngineDeadError
 from vllm.executor import create_executor
 from vllm.executor.multiproc import MultiprocExecutor
@@ -118,6 +119,30 @@ def test_a_prompt_that_is_too_long_for_one_rank_fits_into_several(tmp_path: Path
         assert divided.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids == expected
     finally:
         divided.llm_engine.model_executor.shutdown()
+
+
+def groups(worker: Any) -> list[Any]:
+    state = parallel_state
+    world, stage, copy, experts = (
+        state.get_world_group(),
+        state.get_pp_group(),
+        state.get_dp_group(),
+        state.get_ep_group(),
+    )
+    assert isinstance(state.get_tp_group(), state.GroupCoordinator) and state.model_parallel_is_initialized()
+    ends = [stage.is_first_rank, stage.is_last_rank]
+    return [world.rank, world.world_size, stage.rank_in_group, *ends, copy.rank, copy.world_size, experts.world_size]
+
+
+def test_functions_that_are_called_learn_their_stage_and_copy(tmp_path: Path) -> None:
+    folder = save_llama(tmp_path, num_hidden_layers=2)
+    config = config_for(folder, pipeline_parallel_size=2, data_parallel_size=3, data_parallel_rank=1)
+    executor = create_executor(config)
+    found = executor.collective_rpc(groups)
+    executor.shutdown()
+    assert found == [[2, 6, 1, False, True, 1, 3, 1], [3, 6, 0, True, False, 1, 3, 1]]
+    assert parallel_state.get_pp_group().is_first_rank and parallel_state.get_pp_group().is_last_rank
+    assert not parallel_state.model_parallel_is_initialized()
 
 
 def test_calls_wait_for_the_steps_in_flight(tmp_path: Path) -> None:

@@ -9,15 +9,18 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
+from tests.executor.configs import config_for
 from vllm.config import ParallelConfig
+from vllm.engine import ray_core
 from vllm.exceptions import EngineDeadError
 from vllm.executor import executor_class, ray_nodes, ray_utils
 from vllm.executor.base import Executor
 from vllm.executor.ray_actor import versions
-from vllm.executor.ray_executor import View, views_of
+from vllm.executor.ray_executor import RemoteRank, View, views_of
 from vllm.executor.ray_nodes import accept, carried_environment, check_model, check_versions, open_port
 from vllm.executor.ray_utils import order_of_bundles
 from vllm.executor.uniproc import UniprocExecutor
@@ -112,6 +115,19 @@ def test_strangers_who_keep_coming_do_not_put_off_the_deadline() -> None:
             strangers.join()
 
 
+def test_a_rank_that_was_killed_is_known_from_one_that_failed() -> None:
+    def gone() -> None:
+        raise ConnectionError
+
+    for status, killed in ((lambda: -9, True), (lambda: 1, False), (gone, True)):
+        here, there = socket.socketpair()
+        with here, there:
+            rank = RemoteRank(3, here, 77, "10.0.0.2", status)
+            assert rank.is_alive and not rank.was_killed
+            there.close()
+            assert not rank.is_alive and rank.was_killed is killed
+
+
 def test_ranks_of_one_node_are_neighbours_and_the_drivers_come_first() -> None:
     nodes = {0: "b", 1: "a", 2: "b", 3: "a", 4: "c"}
     assert order_of_bundles(nodes, "b", range(5)) == [0, 2, 1, 3, 4]
@@ -187,6 +203,39 @@ def test_a_node_without_the_model_is_named() -> None:
     check_model(nodes[:1], "/models/m")
 
 
+class _NoPlace:
+    """Of a cluster and an actor as much as waiting for a place takes."""
+
+    def __init__(self, turns: int) -> None:
+        self.turns, self.describe, self.remote = turns, self, lambda model: "asked"
+
+    def wait(self, asked: list[str], timeout: float) -> tuple[list[str], list[str]]:
+        self.turns -= 1
+        return ([], asked) if self.turns >= 0 else (asked, [])
+
+    def available_resources(self) -> dict[str, float]:
+        return {"CPU": 1.0}
+
+    def get(self, calls: list[str], timeout: float) -> list[dict[str, str]]:
+        return [{"address": "10.0.0.1"}]
+
+
+def test_a_copy_that_waits_for_a_place_says_so(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_for(model_folder, data_parallel_size=2, data_parallel_backend="ray")
+    caplog.clear()
+    core = ray_core.RayCore(1, config, 10.0, 10.0)
+    cluster = core._actor = _NoPlace(2)
+    assert core._placed(cluster) == {"address": "10.0.0.1"}
+    waits = "Waiting for a node with 1 free CPUs for replica 1; of the Ray cluster's CPUs 1 are free now."
+    assert [record.getMessage() for record in caplog.records] == [waits] * 2
+    monkeypatch.setattr(ray_core, "START_S", 0.0)
+    cluster.turns = 2
+    with pytest.raises(EngineDeadError, match="There was no place for 0 s: a node with 1 free CPUs for replica 1"):
+        core._placed(cluster)
+
+
 class Ray:
     """Of the module as much as connecting takes."""
 
@@ -195,6 +244,16 @@ class Ray:
 
     def is_initialized(self) -> bool:
         return False
+
+    class _raylet:  # noqa: N801 - as Ray calls it
+        code = 0
+
+        @classmethod
+        def GcsClient(cls, address: str) -> None:
+            if cls.code:
+                error = RuntimeError("Method not found!")
+                error.rpc_code = cls.code  # type: ignore[attr-defined]
+                raise error
 
     def init(self, address: str | None = None, **options: object) -> None:
         self.asked.append(address)
@@ -244,7 +303,10 @@ def test_an_address_of_ray_must_be_one_that_somebody_listens_at(ray: Ray, monkey
     assert not ray.asked and ray_utils.connect() and ray.asked == ["auto"]
 
 
-def test_ray_is_asked_where_it_answers(ray: Ray) -> None:
+@pytest.mark.parametrize("code", [0, 12, 16])
+def test_ray_is_asked_where_it_answers(ray: Ray, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another service of gRPC (12: it does not know the call) is told from one that refuses (16: without a token)."""
+    monkeypatch.setattr(Ray._raylet, "code", code)
     with open_listener() as listener, ThreadPoolExecutor(1) as pool:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
 
@@ -255,4 +317,8 @@ def test_ray_is_asked_where_it_answers(ray: Ray) -> None:
                 connection.recv(100)
 
         pool.submit(serve)
-        assert ray_utils.connect(address) and ray.asked == [address]
+        if code == 12:
+            with pytest.raises(ValueError, match=f"no Ray cluster at ray_address={address}: what answers there is not"):
+                ray_utils.connect(address)
+        else:
+            assert ray_utils.connect(address) and ray.asked == [address]

@@ -170,7 +170,7 @@ async def test_copies_that_have_no_place_are_refused(cluster: Any, folder: Path)
 
 def test_too_few_devices_are_counted_out(cluster: Any, folder: Path) -> None:
     assert free_cpus(2)
-    words = r"with pipeline_parallel_size=4 needs 4 CPUs, but the Ray cluster has 2 \(.*: 1, .*: 1"
+    words = r"pipeline_parallel_size=4 needs 4 CPUs, but the Ray cluster has 2 \(.*: 1, .*: 1"
     with pytest.raises(ValueError, match=words):
         engine(folder, pipeline_parallel_size=4, distributed_executor_backend="ray")
     assert groups_left() == 0

@@ -126,7 +126,7 @@ def free_port() -> int:
 
 
 def test_ray_serve_adds_replicas_while_there_is_load() -> None:
-    """One replica becomes two, every request is answered, streams arrive piece by piece."""
+    """One replica becomes two, every request is answered, streams arrive piece by piece; one that dies is replaced."""
     port = free_port()
     command = [
         "examples/ray_serve.py", "--most", 2, "--requests", 1, "--upscale-delay", 1, "--port", port,
@@ -168,14 +168,21 @@ def test_ray_serve_adds_replicas_while_there_is_load() -> None:
         for thread in threads:
             thread.start()
         deadline = time.monotonic() + 90
-        while engines_below(server.pid) < 2 and time.monotonic() < deadline:
+        while len(engines_below(server.pid)) < 2 and time.monotonic() < deadline:
             time.sleep(0.5)
-        more = engines_below(server.pid)
+        more = len(engines_below(server.pid))
         stop.set()
         for thread in threads:
             thread.join(60)
         assert more == 2
         assert len(found) > 8 and set(found) == {wanted}
+
+        before = engines_below(server.pid)
+        os.kill(before[0], signal.SIGKILL)  # Serve puts another replica in its place
+        deadline = time.monotonic() + 90
+        while len(set(engines_below(server.pid)) - {before[0]}) < 2:
+            assert time.monotonic() < deadline, "".join(lines)[-4000:]
+            time.sleep(0.5)
     finally:
         server.send_signal(signal.SIGINT)
         try:
@@ -184,15 +191,15 @@ def test_ray_serve_adds_replicas_while_there_is_load() -> None:
             os.killpg(server.pid, signal.SIGKILL)
 
 
-def engines_below(pid: int) -> int:
+def engines_below(pid: int) -> list[int]:
     """Engine cores among the descendants of a process."""
     import psutil
 
     try:
         children = psutil.Process(pid).children(recursive=True)
-        return sum("vllm.engine.core_process" in " ".join(child.cmdline()) for child in children)
+        return [child.pid for child in children if "vllm.engine.core_process" in " ".join(child.cmdline())]
     except psutil.Error:
-        return 0
+        return []
 
 
 def test_metrics_become_rays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import time
 from concurrent.futures import Future
 
 import pytest
+import torch
 
 from tests.server.engines import (
     OPTIONS,
@@ -262,12 +263,18 @@ def blocks_of(worker):
     return worker.count_blocks()
 
 
+def echo(worker, *values):
+    return values
+
+
 async def utilities(engine):
     assert await engine.reset_prefix_cache()
     assert await engine.collective_rpc("check_health") == [None]
     with pytest.raises(RuntimeError, match="no_such_method"):
         await engine.collective_rpc("no_such_method")
     assert await engine.collective_rpc("count_blocks", timeout=30) == await engine.collective_rpc(blocks_of)
+    ((weights, shape),) = await engine.collective_rpc(echo, args=(torch.ones(2, dtype=torch.bfloat16), (1, 2)))
+    assert weights.tolist() == [1, 1] and weights.dtype is torch.bfloat16 and shape == (1, 2)
     with pytest.raises(TypeError, match="no name there leads to it"):
         await engine.collective_rpc(lambda worker: worker)
     with pytest.raises(RuntimeError, match="no method"):

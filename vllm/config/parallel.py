@@ -230,6 +230,13 @@ class ParallelConfig:
         return self.data_parallel_size_local or self.data_parallel_size
 
     @property
+    def copy(self) -> tuple[int, int]:
+        """(number, count) of this copy of the engine among those that it knows of."""
+        if self.data_parallel_rank is not None:
+            return self.data_parallel_rank, self.data_parallel_size
+        return self.replica, self.local_replicas
+
+    @property
     def first_device(self) -> int:
         """The first of this host's devices that belongs to this copy of the engine."""
         return (self.first_copy + self.replica) * self.world_size

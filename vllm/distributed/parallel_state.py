@@ -108,9 +108,12 @@ class TensorParallel:
             dist.barrier(group=self.group)
 
 
+GroupCoordinator = TensorParallel  # the name that vLLM gives to the class of `get_tp_group()`
+
+
 @dataclass(frozen=True, slots=True)
-class PipelineRank:
-    """This rank's place among pipeline stages, as out-of-tree models ask for it. There is one stage."""
+class GroupRank:
+    """This rank's number in a group that has no collectives here."""
 
     rank: int = 0
     world: int = 1
@@ -134,8 +137,11 @@ class PipelineRank:
 
 @dataclass(frozen=True, slots=True)
 class WorldRank:
-    """This worker's number among all `world_size` workers of its engine, or, where it is a process that somebody else
-    has started, among all of these; and among those of its host. The groups are torch.distributed's, if there are any.
+    """This worker's number among all `world_size` workers of all copies of the engine, or, where it is a process that
+    somebody else has started, among all of these; and among those of its host. The groups are torch.distributed's, if
+    there are any.
+
+    stage: among the stages of the pipeline.   copy: of the engine, among all copies.
     """
 
     rank: int = 0
@@ -143,6 +149,8 @@ class WorldRank:
     local_rank: int = 0
     cpu_group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
     device_group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
+    stage: GroupRank = GroupRank()
+    copy: GroupRank = GroupRank()
 
     @property
     def rank_in_group(self) -> int:
@@ -193,7 +201,7 @@ def use_world(world: WorldRank) -> Iterator[WorldRank]:
 
 
 def get_world_group() -> WorldRank:
-    """This worker among all of its engine, in what `collective_rpc` calls; elsewhere this process, mostly alone."""
+    """This worker among those of all copies, in what `collective_rpc` calls; elsewhere this process, mostly alone."""
     return _WORLD.get(_PLACES[-1][1])
 
 
@@ -202,9 +210,24 @@ def get_tp_group() -> TensorParallel:
     return current_tensor_parallel()
 
 
-def get_pp_group() -> PipelineRank:
+def get_pp_group() -> GroupRank:
     """This rank's pipeline stage."""
-    return PipelineRank()
+    return get_world_group().stage
+
+
+def get_dp_group() -> GroupRank:
+    """This rank's copy of the engine."""
+    return get_world_group().copy
+
+
+def get_ep_group() -> GroupRank:
+    """This rank among those that whole experts are dealt out to, if they are."""
+    return GroupRank(*current_tensor_parallel().experts)
+
+
+def model_parallel_is_initialized() -> bool:
+    """Whether this process, or what runs here, is a rank of an engine."""
+    return len(_PLACES) > 1 or _CURRENT.get(None) is not None
 
 
 def get_tensor_model_parallel_world_size() -> int:

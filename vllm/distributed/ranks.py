@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vllm.distributed.exchange import Peers
-from vllm.distributed.parallel_state import SINGLE, TensorParallel, WorldRank
+from vllm.distributed.parallel_state import SINGLE, GroupRank, TensorParallel, WorldRank
 from vllm.distributed.pipeline import ONE_STAGE, Pipeline
 
 
@@ -84,10 +84,17 @@ class Ranks:
     peers: Peers | None = None
     process: WorldRank | None = None
 
-    @property
-    def place(self) -> WorldRank:
-        """What `get_world_group` says to those who call this worker."""
-        return self.process or WorldRank(self.index, self.world, self.local[0])
+    def place(self, copy: int, copies: int) -> WorldRank:
+        """What `get_world_group` says to those who call this worker of a copy of the engine."""
+        if self.process is not None:
+            return self.process
+        return WorldRank(
+            copy * self.world + self.index,
+            copies * self.world,
+            self.local[0],
+            stage=GroupRank(self.pp.rank, self.pp.world),
+            copy=GroupRank(copy, copies),
+        )
 
     @property
     def is_first(self) -> bool:

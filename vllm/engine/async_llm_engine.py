@@ -637,10 +637,10 @@ class AsyncLLMEngine:
     ) -> list[Any]:
         """Call a method of every worker by name, or a function that is given the worker; results by rank.
 
-        Raises TypeError for a function that cannot travel (`ipc.functions`) or an argument that is no plain data.
+        Raises TypeError for a function or an argument that cannot travel (`ipc.functions`).
         """
-        sent = functions.portable([method, timeout, args, kwargs or {}])
-        return list(await self._call("collective_rpc", *sent))
+        sent = functions.portable([method, timeout, list(args), dict(kwargs or {})])
+        return list(functions.received(await self._call("collective_rpc", *sent)))
 
     async def sleep(self, level: int = 1) -> None:
         raise NotImplementedError("Sleep mode comes later: sleep() is not available in this version.")

@@ -30,9 +30,10 @@ import msgspec
 from vllm.engine import wire
 from vllm.engine.unread import Common, Unread, look_at, read
 from vllm.faults import Faults
+from vllm.ipc import functions
 from vllm.ipc.child import end_with_parent
 from vllm.ipc.frames import FrameReader, read_frames, receive_frames
-from vllm.logger import init_logger
+from vllm.logger import init_logger, mark_lines
 from vllm.platforms import cuda_early
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.step.messages import CoreOutput, CoreRequest, CoreStats, prompt_pieces
@@ -447,7 +448,10 @@ class CoreServer:
         if call.method not in CALLABLE:
             return wire.CallResult(call.call_id, error=f"The core has no method {call.method!r} to call.")
         try:
-            result = wire.CallResult(call.call_id, value=getattr(self._core, call.method)(*call.args, **call.kwargs))
+            value = getattr(self._core, call.method)(*call.args, **call.kwargs)
+            if call.method == "collective_rpc":
+                value = functions.portable(value)
+            result = wire.CallResult(call.call_id, value=value)
             wire.frame(result)  # what cannot be sent is this call's error, not the core's
             return result
         except Exception as error:
@@ -501,7 +505,10 @@ def make_core(document: dict[str, Any]) -> EngineCore:
     from vllm.model_executor.models.registry import ModelRegistry
 
     ModelRegistry.restore(document.pop("registered_models"))
-    return EngineCore(VllmConfig.from_dict(document))
+    config = VllmConfig.from_dict(document)
+    if config.parallel_config.local_replicas > 1:
+        mark_lines(f"replica {config.parallel_config.replica}")
+    return EngineCore(config)
 
 
 def main(argv: list[str], make: Callable[[dict[str, Any]], EngineCore] = make_core) -> int:

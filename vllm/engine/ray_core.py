@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm.engine.core_client import CoreProcess
+from vllm.exceptions import EngineDeadError
 from vllm.executor.ray_actor import CoreActor
 from vllm.executor.ray_nodes import (
     SECRET_BYTES,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-_SAY_S = 30.0
+_SAY_S = 10.0
 _connecting = threading.Lock()  # copies are started at the same time
 
 
@@ -72,7 +73,7 @@ class RayCore(CoreProcess):
     ) -> None:
         """again: it has run before, so that the cluster has a place for it or will have one when a node is replaced."""
         parallel = config.parallel_config
-        alone = replace(parallel, data_parallel_size=1, data_parallel_size_local=None, data_parallel_backend="mp")
+        alone = replace(parallel, data_parallel_rank=index, data_parallel_size_local=None, data_parallel_backend="mp")
         document = replace(config, parallel_config=alone).to_dict()
         super().__init__(document, stall_seconds, health_seconds=health_seconds)
         self._index, self._copies, self._devices = index, parallel.local_replicas, parallel.world_size
@@ -111,11 +112,17 @@ class RayCore(CoreProcess):
 
     def _placed(self, ray: Any) -> dict[str, Any]:
         """What the actor says of its node, when it has one. A copy that is to run again waits until there is one."""
-        who = f"A node with {self._devices} free {self._kind}s for replica {self._index}"
-        asked = self._actor.describe.remote(self._model)
-        while self._again and not ray.wait([asked], timeout=_SAY_S)[0]:
-            logger.info("Waiting for: %s.", who)
-        about: dict[str, Any] = answers(ray, [asked], who)[0]
+        who = f"a node with {self._devices} free {self._kind}s for replica {self._index}"
+        asked, deadline = self._actor.describe.remote(self._model), time.monotonic() + START_S
+        while not ray.wait([asked], timeout=_SAY_S)[0]:
+            free = ray.available_resources().get(self._kind, 0)
+            if not self._again and time.monotonic() > deadline:
+                raise EngineDeadError(
+                    f"There was no place for {START_S:.0f} s: {who} was wanted, and of the Ray cluster's {self._kind}s "
+                    f"{free:g} are free now. `ray status` shows them."
+                )
+            logger.info("Waiting for %s; of the Ray cluster's %ss %g are free now.", who, self._kind, free)
+        about: dict[str, Any] = answers(ray, [asked], f"The node of replica {self._index}")[0]
         return about
 
     def _check_size(self, ray: Any) -> None:

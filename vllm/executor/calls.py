@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
+from threading import Thread
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from vllm.distributed.parallel_state import use_tensor_parallel, use_world
 from vllm.ipc import functions
@@ -34,8 +38,43 @@ def callable_of(worker: Worker, method: Any) -> Callable[..., Any]:
 
 def _call(worker: Worker, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     ranks = worker.ranks
-    with use_tensor_parallel(ranks.tp), use_world(ranks.place):
+    with use_tensor_parallel(ranks.tp), use_world(ranks.place(*worker.config.parallel_config.copy)):
         return function(*args, **kwargs)
+
+
+class Caller:
+    """Makes calls of this process's worker, and gives up those that take too long."""
+
+    def __init__(self) -> None:
+        self._late: Thread | None = None
+
+    def wait(self) -> None:
+        """Wait until the worker is free, also of a call that was given up."""
+        if self._late is not None:
+            self._late.join()
+            self._late = None
+
+    def call(self, worker: Worker, call: Callable[[], Any], timeout: float | None) -> Any:
+        """What the call returns. Raises TimeoutError after so many seconds; the call goes on."""
+        if timeout is None:
+            return call()
+        done: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                if worker.device.type == "cuda":
+                    torch.cuda.set_device(worker.device)  # each thread has one of its own
+                done.set_result(call())
+            except Exception as error:
+                done.set_exception(error)
+
+        thread = Thread(target=run, name="collective-rpc", daemon=True)
+        thread.start()
+        thread.join(timeout)
+        if thread.is_alive():
+            self._late = thread
+            raise TimeoutError(f"The worker has not answered within {timeout:g} s.")
+        return done.result()
 
 
 def worker_class(config: VllmConfig) -> type[Worker]:

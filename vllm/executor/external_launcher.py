@@ -22,13 +22,14 @@ import torch
 import torch.distributed as dist
 
 from vllm import envs
-from vllm.distributed.parallel_state import SINGLE, TensorParallel, WorldRank, take_place
+from vllm.distributed.parallel_state import SINGLE, GroupRank, TensorParallel, WorldRank, take_place
 from vllm.distributed.ranks import Ranks
 from vllm.exceptions import EngineDeadError
 from vllm.executor import codec
 from vllm.executor.calls import callable_of, worker_class
 from vllm.executor.uniproc import UniprocExecutor
 from vllm.executor.worker_process import answer
+from vllm.ipc import functions
 from vllm.ipc.codec import decoder, encode
 from vllm.step.plan import StepPlan
 from vllm.step.result import StepResult
@@ -102,7 +103,7 @@ class ExternalLauncherExecutor(UniprocExecutor):
         self._groups = [group for group in (shards, self._talk, hosts) if group is not everybody]
         count = int(os.environ.get("LOCAL_WORLD_SIZE", world))
         self._tp = TensorParallel(rank % size, size, shards, cpu_group=self._talk)
-        process = WorldRank(rank, world, local, hosts, everybody)
+        process = WorldRank(rank, world, local, hosts, everybody, copy=GroupRank(rank // size, world // size))
         ranks = Ranks(self._tp, index=rank % size, world=size, device=local, local=(local, count), process=process)
         worker = worker_class(config)(config, ranks)
         blocks = torch.tensor([worker.count_blocks()])
@@ -240,13 +241,14 @@ class JointExecutor:
     ) -> list[Any]:
         """Call a method of every rank's worker; results by rank. Raises RuntimeError if one failed."""
         with self._whole():
-            call = codec.Call(0, method, list(args), dict(kwargs or {}))
+            sent, named = functions.portable(list(args)), functions.portable(dict(kwargs or {}))
+            call = codec.Call(0, functions.portable(method), sent, named)
             self._own.say(call)
             answers = self._own.call(call)
         for rank, found in enumerate(answers):
             if found.error is not None:
                 raise RuntimeError(f"Rank {rank}: {found.error}")
-        return [found.value for found in answers]
+        return [functions.received(found.value) for found in answers]
 
     def check_health(self) -> None:
         """Raises EngineDeadError if the ranks do not work together any more."""

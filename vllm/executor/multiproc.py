@@ -15,13 +15,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm import envs
 from vllm.exceptions import EngineDeadError
 from vllm.executor import codec, rendezvous
 from vllm.executor.base import CPU_SECONDS_PER_TOKEN
-from vllm.executor.calls import callable_of, worker_class
+from vllm.executor.calls import Caller, callable_of, worker_class
 from vllm.executor.rank_link import DEATH_NOTICE_S, RankLink
 from vllm.ipc import functions
 from vllm.ipc.child import start_child
@@ -157,6 +158,7 @@ class MultiprocExecutor:
         self._broken: EngineDeadError | None = None
         self._worker: Worker | None = None
         self._calls = 0
+        self._caller = Caller()
         self._patience = envs.VLLM_ENGINE_ITERATION_TIMEOUT_S
         self._unread_s: float | None = None
         self._others = _Others()
@@ -247,7 +249,8 @@ class MultiprocExecutor:
 
     @property
     def worker(self) -> Worker:
-        """The first rank's worker; raises EngineDeadError when the ranks do not work together any more."""
+        """The first rank's worker, when it is free; raises EngineDeadError when the ranks work together no more."""
+        self._caller.wait()
         if self._broken is not None:
             raise self._broken
         if self._worker is None:
@@ -356,17 +359,19 @@ class MultiprocExecutor:
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
         """Call a method of every rank's worker by name, or a function that is given the worker. Arguments and results
-        must be plain data; functions travel as `ipc.functions` says.
+        travel as `ipc.functions` says, also those of the first rank: they are alike on all.
 
         timeout: seconds for all ranks together. Raises TimeoutError; RuntimeError with the first rank's error if
             one failed.
         """
         worker = self.worker
         bound = callable_of(worker, method)
-        sent, arguments, named = functions.portable(method), functions.portable(args), functions.portable(kwargs or {})
+        sent, arguments = functions.portable(method), functions.portable(list(args))
+        named = functions.portable(dict(kwargs or {}))
         deadline = None if timeout is None else time.monotonic() + timeout
         self._calls += 1
-        call = codec.frame(codec.Call(self._calls, sent, list(arguments), dict(named)))
+        call = codec.frame(codec.Call(self._calls, sent, arguments, named))
+        own_call = partial(bound, *functions.copied(arguments), **functions.copied(named))
         try:
             for step in self._in_flight:  # for which the others wait before they answer
                 self._begun(step)
@@ -376,14 +381,14 @@ class MultiprocExecutor:
         results: list[Any] = []
         error: Exception | None = None
         try:
-            results.append(bound(*functions.received(list(args)), **functions.received(dict(kwargs or {}))))
+            results.append(functions.copied(self._caller.call(worker, own_call, timeout)))
         except Exception as own:
             error = own  # the others' answers must be read all the same
         for rank in self._ranks:
             answer = self._answer(rank, self._calls, deadline)
             if answer.error is not None and error is None:
                 error = RuntimeError(f"Rank {rank.rank}: {answer.error}")
-            results.append(answer.value)
+            results.append(functions.received(answer.value))
         if error is not None:
             raise error
         return results

@@ -71,6 +71,16 @@ class RemoteRank(RankLink):
     def is_alive(self) -> bool:
         return not self._closed.poll(0)
 
+    @property
+    def was_killed(self) -> bool:
+        """Also where its whole node is gone."""
+        if self.is_alive:
+            return False
+        try:
+            return (self._status() or 0) < 0
+        except Exception:
+            return True
+
     def _end_of_process(self) -> str:
         try:
             status = self._status()
@@ -132,9 +142,12 @@ class RayExecutor(MultiprocExecutor):
         driver = ray.get_runtime_context().get_node_id()
         order = order_of_bundles(nodes, driver, usable)[:world]
         if nodes[order[0]] != driver:
+            address = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+            places = ", ".join(f"{address.get(node)} ({node:.8})" for node in dict.fromkeys(nodes.values()))
             raise ValueError(
-                "The engine core's own rank runs beside it, but no place of the placement group is on this node "
-                f"({ray.util.get_node_ip_address()}). Start the engine on a node that has a free {kind}."
+                f"The engine core's own rank runs beside it, on the node {address.get(driver)} ({driver:.8}), but the "
+                f"places of the placement group are on: {places}. Start the engine on one of these nodes, or in a "
+                f"placement group with a {kind} of this one."
             )
         made = []
         for rank, bundle in enumerate(order):

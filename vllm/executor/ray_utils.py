@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import socket
 import sys
@@ -21,6 +22,9 @@ _SAY_S = 10
 _REACH_S = 5.0  # for a cluster to answer at all; Ray itself tries for minutes, and says nothing
 # How every connection of gRPC begins (RFC 9113, 3.4); the other end's first frame is of the same type.
 _HELLO, _SETTINGS = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)), 4
+_NOT_RAY = "what answers there is not Ray's head (8265, say, is the port of its dashboard, 10001 of its clients)"
+_UNIMPLEMENTED = 12  # of the codes of gRPC
+_NODE_LABEL = "ray.io/node-id"  # that every node has, from the versions on that place by labels
 _GROUP = "_VLLM_RAY_PLACEMENT_GROUP"  # of the process that has started this one, in hexadecimal digits
 
 
@@ -43,7 +47,8 @@ def connect(address: str | None = None) -> bool:
     ray = import_ray()
     if ray.is_initialized():
         return False
-    _check_reachable("RAY_ADDRESS" if address is None else "ray_address", address or os.environ.get("RAY_ADDRESS", ""))
+    name = "RAY_ADDRESS" if address is None else "ray_address"
+    _check_reachable(ray, name, address or os.environ.get("RAY_ADDRESS", ""))
     options = {"log_to_driver": True, "logging_level": "warning", "include_dashboard": False}
     if address is not None:
         options.pop("include_dashboard")
@@ -58,7 +63,7 @@ def connect(address: str | None = None) -> bool:
     return True
 
 
-def _check_reachable(name: str, address: str) -> None:
+def _check_reachable(ray: Any, name: str, address: str) -> None:
     """Raise ValueError unless something that may be a Ray cluster answers at `address`, which `name` has given."""
     place = address.removeprefix("ray://")
     if place in ("", "auto", "local") or "://" in place:
@@ -68,17 +73,29 @@ def _check_reachable(name: str, address: str) -> None:
         if not host or not port.isdecimal():
             raise ValueError("that is no HOST:PORT")
         with socket.create_connection((host.strip("[]"), int(port)), _REACH_S) as connection:
-            if os.environ.get("RAY_USE_TLS", "0") != "0":
-                return
-            connection.sendall(_HELLO)
-            if connection.recv(9)[3:4] != bytes((_SETTINGS,)):
-                raise ValueError("what answers there is not Ray (8265, say, is the port of its dashboard, not of Ray)")
+            if os.environ.get("RAY_USE_TLS", "0") == "0":
+                connection.sendall(_HELLO)
+                if connection.recv(9)[3:4] != bytes((_SETTINGS,)):
+                    raise ValueError(_NOT_RAY)
+        if _is_other_service(ray, place):
+            raise ValueError(_NOT_RAY)
     except (OSError, OverflowError, ValueError) as error:
         raise ValueError(
             f"There is no Ray cluster at {name}={address}: {error}. It is to be the address that `ray start --head` "
             "has printed on the first host (its port is 6379 by default), which must be reachable from here. Without "
             f"{name} the cluster that this host belongs to is used, or a new one is started."
         ) from error
+
+
+def _is_other_service(ray: Any, address: str) -> bool:
+    """Whether a server of gRPC answers that knows nothing of clusters, another one of Ray, say. Ray would ask it for a
+    minute.
+    """
+    try:
+        ray._raylet.GcsClient(address=address)
+    except Exception as error:
+        return getattr(error, "rpc_code", None) == _UNIMPLEMENTED
+    return False
 
 
 def handed_on() -> dict[str, str]:
@@ -136,10 +153,13 @@ def initialize_ray_cluster(parallel_config: ParallelConfig, ray_address: str | N
             f"({nodes}). Add nodes with `ray start --address=...`, or ask for less."
         )
     bundles: list[dict[str, float]] = [{kind: 1.0} for _ in range(world)]
-    here = f"node:{ray.util.get_node_ip_address()}"
-    if here in total:
-        bundles[0][here] = 0.001
-    group = ray.util.placement_group(bundles, strategy="PACK")
+    here, address = ray.get_runtime_context().get_node_id(), f"node:{ray.util.get_node_ip_address()}"
+    options = {}
+    if "bundle_label_selector" in inspect.signature(ray.util.placement_group).parameters:
+        options["bundle_label_selector"] = [{_NODE_LABEL: here}, *({} for _ in range(world - 1))]
+    elif address in total:
+        bundles[0][address] = 0.001
+    group = ray.util.placement_group(bundles, strategy="PACK", **options)
     _wait_until_ready(ray, group, parallel_config, kind)
     return group
 

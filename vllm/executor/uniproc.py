@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from functools import partial
-from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.ranks import Ranks
 from vllm.exceptions import EngineDeadError
-from vllm.executor.calls import callable_of, worker_class
+from vllm.executor.calls import Caller, callable_of, worker_class
 from vllm.ipc import functions
 from vllm.step.plan import RowMasks, StepPlan
 from vllm.step.result import StepResult
@@ -37,14 +35,12 @@ class UniprocExecutor:
         self._worker: Worker | None = worker
         self.kv_layout, self.num_blocks, self.max_in_flight = worker.layout, num_blocks, max_in_flight
         self._in_flight: deque[Handle] = deque()
-        self._late: Thread | None = None  # a call that was given up
+        self._caller = Caller()
 
     @property
     def worker(self) -> Worker:
         """The worker, when it is free; raises EngineDeadError after `shutdown()`."""
-        if self._late is not None:
-            self._late.join()
-            self._late = None
+        self._caller.wait()
         if self._worker is None:
             raise EngineDeadError("The executor has been shut down.")
         return self._worker
@@ -85,25 +81,9 @@ class UniprocExecutor:
 
         timeout: seconds after which TimeoutError is raised; the call itself goes on, and the next step waits for it.
         """
-        call = partial(callable_of(self.worker, method), *functions.received(list(args)))
-        named = functions.received(dict(kwargs or {}))
-        if timeout is None:
-            return [call(**named)]
-        done: Future[Any] = Future()
-
-        def run() -> None:
-            try:
-                done.set_result(call(**named))
-            except Exception as error:
-                done.set_exception(error)
-
-        thread = Thread(target=run, name="collective-rpc", daemon=True)
-        thread.start()
-        thread.join(timeout)
-        if thread.is_alive():
-            self._late = thread
-            raise TimeoutError(f"The worker has not answered within {timeout:g} s.")
-        return [done.result()]
+        given, named = functions.received(list(args)), functions.received(dict(kwargs or {}))
+        call = partial(callable_of(self.worker, method), *given, **named)
+        return [self._caller.call(self.worker, call, timeout)]
 
     def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> None:
         """Write this rank's weights for load_format="sharded_state"."""

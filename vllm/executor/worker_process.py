@@ -19,6 +19,7 @@ from vllm.executor.calls import callable_of, worker_class
 from vllm.ipc import functions
 from vllm.ipc.child import end_with_parent
 from vllm.ipc.frames import FrameReader, receive_frames
+from vllm.logger import mark_lines
 
 if TYPE_CHECKING:
     from vllm.worker.worker import Worker
@@ -75,6 +76,8 @@ class Rank:
 
         ModelRegistry.restore(message.config.pop("registered_models"))
         config = VllmConfig.from_dict(message.config)
+        if config.parallel_config.local_replicas > 1:
+            mark_lines(f"replica {config.parallel_config.replica} rank {message.index}")
         parallel, device, states = config.parallel_config, config.device_config.device, one_shot_states(config)
         seat = seat_of(parallel, message.index)
         meeting = Meeting(message.host, message.port, message.timeout, parallel.meeting)
@@ -90,7 +93,7 @@ def answer(worker: Worker, message: codec.Call) -> codec.Result:
     """What a worker answers to a call. An error of the method is its answer, not the end of this rank."""
     try:
         method = callable_of(worker, message.method)
-        value = method(*functions.received(message.args), **functions.received(message.kwargs))
+        value = functions.portable(method(*functions.received(message.args), **functions.received(message.kwargs)))
         result = codec.Result(message.call_id, value)
         codec.frame(result)  # fails here if the value cannot travel
     except Exception as error:

@@ -14,7 +14,9 @@ MAX_FRAME = 1 << 30
 
 
 def frame(body: bytes) -> bytes:
-    """A body with its length in front."""
+    """A body with its length in front. Raises ValueError for one that is longer than a reader takes."""
+    if len(body) > MAX_FRAME:
+        raise ValueError(f"A message of {len(body)} bytes cannot be sent: at most {MAX_FRAME} at a time.")
     return _HEADER.pack(len(body)) + body
 
 

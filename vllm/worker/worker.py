@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
+from copy import copy
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,6 +24,7 @@ from vllm.distributed.parallel_state import SINGLE, TensorParallel
 from vllm.distributed.ranks import ALONE, Ranks
 from vllm.faults import Faults
 from vllm.logger import init_logger
+from vllm.model_executor.layers.dtypes import dtype_of
 from vllm.model_executor.model_loader import rank_state
 from vllm.model_executor.model_loader.live_weights import unpacked
 from vllm.model_executor.models.blocks import experts_of, serve_experts
@@ -51,7 +53,15 @@ from vllm.worker.step_handle import Handle
 from vllm.worker.virtual_tokens import VirtualTokenTable
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import (
+        CacheConfig,
+        LoadConfig,
+        LoRAConfig,
+        ModelConfig,
+        ParallelConfig,
+        SchedulerConfig,
+        VllmConfig,
+    )
     from vllm.ops.triton.precompile import Precompilation
     from vllm.worker.cuda_graphs import DecodeGraphs
     from vllm.worker.mixed_graphs import MixedGraphs
@@ -526,9 +536,37 @@ class Worker:
     def vllm_config(self) -> VllmConfig:
         return self.config
 
-    @property
+    @cached_property
     def model_config(self) -> ModelConfig:
-        return self.config.model_config
+        """The settings of the model, with a torch dtype in place of its name."""
+        found = copy(self.config.model_config)
+        object.__setattr__(found, "dtype", dtype_of(found.dtype))
+        return found
+
+    @property
+    def parallel_config(self) -> ParallelConfig:
+        return self.config.parallel_config
+
+    @property
+    def cache_config(self) -> CacheConfig:
+        return self.config.cache_config
+
+    @property
+    def scheduler_config(self) -> SchedulerConfig:
+        return self.config.scheduler_config
+
+    @property
+    def load_config(self) -> LoadConfig:
+        return self.config.load_config
+
+    @property
+    def lora_config(self) -> LoRAConfig | None:
+        return self.config.lora_config
+
+    @property
+    def is_driver_worker(self) -> bool:
+        """Whether this is the core's own worker."""
+        return self.ranks.is_first
 
     @property
     def model_runner(self) -> ModelRunner | StageRunner:

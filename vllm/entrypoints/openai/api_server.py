@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from vllm import envs
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.engine.core_client import check_copies
+from vllm.entrypoints.logger import RequestLogger
 from vllm.entrypoints.openai.adapters import parse_lora_modules, served_prompt_adapters
 from vllm.entrypoints.openai.cli_args import make_arg_parser, parsing_of, validate_parsed_serve_args
 from vllm.exceptions import VLLMError
@@ -207,8 +208,7 @@ def make_context(args: argparse.Namespace, engine: AsyncLLMEngine) -> Any:
         return_token_ids_as_text=args.return_tokens_as_token_ids,
         trust_request_template=args.trust_request_chat_template,
         request_timeout=args.request_timeout,
-        log_requests=not args.disable_log_requests,
-        max_log_len=args.max_log_len,
+        request_logger=None if args.disable_log_requests else RequestLogger(max_log_len=args.max_log_len),
         show_cached_tokens=args.enable_prompt_tokens_details,
     )
     longest = model.max_model_len * (1 + max(model.max_logprobs, 20))

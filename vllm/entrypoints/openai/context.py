@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from vllm.engine.request_stream import is_failed
 from vllm.engine.texts import TooManyTokensError
 from vllm.engine.tokenizer import Tokenizer
+from vllm.entrypoints.logger import RequestLogger
 from vllm.entrypoints.openai.errors import APIError, bad_request, not_found, overloaded
 from vllm.entrypoints.openai.front_ends import FrontEnds
 from vllm.entrypoints.openai.message import ParsingSettings
@@ -64,8 +65,7 @@ class ServerContext:
     return_token_ids_as_text: bool = False
     trust_request_template: bool = False
     request_timeout: float | None = None
-    log_requests: bool = False
-    max_log_len: int | None = None
+    request_logger: RequestLogger | None = None
     show_cached_tokens: bool = False
     unknown_fields: set[str] = field(default_factory=set)
     adapters: ServedAdapters | None = None
@@ -175,20 +175,9 @@ class ServerContext:
             ) from None
 
     def log_request(self, request_id: str, text: str | None, prompts: Sequence[Sequence[int]], params: object) -> None:
-        """One line about a request, with the beginning of its first prompt, `text` or ids, if --max-log-len allows.
-
-        Representations escape line ends and terminal codes, so no line can be forged.
-        """
-        if not self.log_requests:
-            return
-        shown = ""
-        if self.max_log_len is not None:
-            length = self.max_log_len
-            shown = f" prompt: {text[:length]!r}," if text is not None else f" prompt ids: {list(prompts[0][:length])},"
-        if len(prompts) > 1:
-            shown += f" {len(prompts)} prompts,"
-        tokens = sum(map(len, prompts))
-        logger.info("Received request %s:%s %d prompt tokens, params: %s", request_id, shown, tokens, params)
+        """Write a line about a request, if they are logged."""
+        if self.request_logger is not None:
+            self.request_logger.log(request_id, text, prompts, params)
 
     def log_unknown_fields(self, names: Iterable[str]) -> None:
         """Say once per name that a field of a request has no effect; of at most MAX_LOGGED_FIELDS names."""

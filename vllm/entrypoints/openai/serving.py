@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel
 
+from vllm.entrypoints.logger import RequestLogger
 from vllm.entrypoints.openai import chat, completions, pooling, response_models
 from vllm.entrypoints.openai.adapters import ServedAdapters
 from vllm.entrypoints.openai.context import Prompt, ServerContext, as_api_error, merge
@@ -146,7 +147,7 @@ class OpenAIServingModels:
 class OpenAIServing:
     """What the serving classes have in common. `options` are flags of the server, by name.
 
-    model_config: that of the engine is meant, whatever is given.
+    model_config: that of the engine is meant, whatever is given.   request_logger: what logs requests, if they are.
     """
 
     def __init__(
@@ -154,14 +155,17 @@ class OpenAIServing:
     ) -> None:
         if not isinstance(models, OpenAIServingModels):
             raise TypeError(f"models must be an OpenAIServingModels, got {type(models).__name__}.")
-        if options.pop("request_logger", None) is not None:
-            raise ValueError("request_logger is not used: requests are logged by the server's own routes.")
+        request_logger = options.pop("request_logger", None)
+        if not isinstance(request_logger, RequestLogger | None):
+            raise TypeError(f"request_logger must be a RequestLogger, got {type(request_logger).__name__}.")
         if options:
             self.context = _context_of(engine_client, options)
             self.context.served_names, self.context.adapters = models.context.served_names, models.context.adapters
             self.context.prompt_adapters = models.context.prompt_adapters
         else:
             self.context = models.context
+        if request_logger is not None:
+            self.context = replace(self.context, request_logger=request_logger)
         self._take(models, self.context)
 
     @classmethod
