@@ -123,7 +123,7 @@ def hopper_tilings(rows: int, weight: PackedWords | Float8Weight, mode: int) -> 
         return []
     tiles = weight.shape[0] // 64 // (2 if gated else 1)
     return [
-        Tiling(False, 64, max(16, triton.next_power_of_2(rows)), 8 if gated else 4, split, stages, whole=True)
+        Tiling(False, 64, max(16, triton.next_power_of_2(rows)), 4, split, stages, whole=True)
         for split in (1, 2, 4, 8)
         for stages in (2, 3, 4, 6)
         if split == 1 or tiles * split < 700

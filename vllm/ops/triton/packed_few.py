@@ -67,14 +67,13 @@ def _few_kernel(
     ASM2: gl.constexpr, ASM3: gl.constexpr,
 ):  # fmt: skip
     """Grid (N / 64, SPLIT), of up to BM rows. x: [K / 64, M, 64], words: [blocks * TILES, N, 64] or, of 8-bit floats,
-    [TILES, N, K / 2], both as descriptors. ASM: what makes numbers of each of the CODES in 16 bits. Of a gated product
-    there are two tiles of outputs, in warps of their own.
+    [TILES, N, K / 2], both as descriptors. ASM: what makes numbers of each of the CODES in 16 bits. TILES: of outputs,
+    two of a gated product.
     """
     BLOCKS: gl.constexpr = K // (64 * CODES)
     SHARE: gl.constexpr = (BLOCKS + SPLIT - 1) // SPLIT
     TILES: gl.constexpr = 2 if MODE == 1 else 1
     ROWS: gl.constexpr = TILES * N
-    BN: gl.constexpr = TILES * 64
     ASMS: gl.constexpr = (ASM0, ASM1, ASM2, ASM3)
     dtype: gl.constexpr = x.dtype
     HALF: gl.constexpr = dtype == gl.float16
@@ -87,7 +86,7 @@ def _few_kernel(
     x_places = gl.allocate_shared_memory(dtype, [STAGES, CODES, BM, 64], x.layout)
     w_places = gl.allocate_shared_memory(gl.int16, [STAGES, TILES, 64, 64], words.layout)
     xs = _view(x_places, dtype, [STAGES * CODES, BM, 64], X_LAYOUT)
-    ws = _view(w_places, gl.int16, [STAGES, BN, 64], W_LAYOUT)
+    ws = _view(w_places, gl.int16, [STAGES * TILES, 64, 64], W_LAYOUT)
     there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(there.index(i), count=1)
@@ -96,65 +95,90 @@ def _few_kernel(
         gdc_launch_dependents()
     for i in gl.static_range(STAGES):
         _ask_words(words, there, w_places, begin + i, pid, i, begin + i < end, CODES, TILES, BM)
-    r = gl.arange(0, BN, gl.SliceLayout(1, mma))
-    row = pid * 64 + r % 64 + r // 64 * N  # of the weight
+    n = pid * 64 + gl.arange(0, 64, gl.SliceLayout(1, mma))
     m = gl.arange(0, BM, gl.SliceLayout(0, mma))
-    row_scales = scales + row
+    row_scales = scales + n
     soon = gl.minimum(begin, BLOCKS - 1) * 256
-    near = gl.load(row_scales + (soon // GROUP * ROWS if CODES == 4 else 0))
-    far = near
-    if CODES == 4:
-        far = gl.load(row_scales + (soon + 128) // GROUP * ROWS)
+    s = ()
+    for t in gl.static_range(TILES):
+        for g in gl.static_range(CODES // 2):
+            group = (soon + g * 128) // GROUP if CODES == 4 else 0
+            s += (gl.load(row_scales + t * N + group * ROWS),)  # type: ignore[assignment]
     if PDL:
         gdc_wait()
     for i in gl.static_range(STAGES):
         _load_tile(x, [(begin + i) * CODES, 0, 0], there.index(i), x_places.index(i), pred=begin + i < end)
-    acc = gl.zeros([BN, BM], gl.float32, mma)
+    acc = gl.zeros([64, BM], gl.float32, mma)
+    up = acc
     zero = acc
     for b in range(begin, end):
         slot = (b - begin) % STAGES
         mbarrier.wait(there.index(slot), (b - begin) // STAGES % 2)
-        a = ws.index(slot).load(left)
-        x0 = xs.index(slot * CODES).permute((1, 0))
-        x1 = xs.index(slot * CODES + 1).permute((1, 0))
-        first = _numbers(a, ASMS[0], HALF)
+        following = gl.minimum(b + 1, end - 1)
+        more = ()
         if CODES == 4:
-            following = gl.minimum(b + 1, end - 1)
-            next_near = gl.load(row_scales + following * 256 // GROUP * ROWS)
-            next_far = gl.load(row_scales + (following * 256 + 128) // GROUP * ROWS)
-            one = warpgroup_mma(first, x0, zero, use_acc=False, is_async=True)
-            second = _numbers(a, ASMS[1], HALF)
-            one = warpgroup_mma(second, x1, one, is_async=True)
-            third = _numbers(a, ASMS[2], HALF)
-            two = warpgroup_mma(third, xs.index(slot * 4 + 2).permute((1, 0)), zero, use_acc=False, is_async=True)
-            fourth = _numbers(a, ASMS[3], HALF)
-            two = warpgroup_mma(fourth, xs.index(slot * 4 + 3).permute((1, 0)), two, is_async=True)
-            acc += warpgroup_mma_wait(2, deps=(one,)) * gl.expand_dims(near.to(gl.float32), 1)
-            acc += warpgroup_mma_wait(0, deps=(two,)) * gl.expand_dims(far.to(gl.float32), 1)
-            near = next_near
-            far = next_far
+            for t in gl.static_range(TILES):
+                for g in gl.static_range(2):
+                    more += (gl.load(row_scales + t * N + (following * 256 + g * 128) // GROUP * ROWS),)  # type: ignore[assignment]
+        a = ()
+        for t in gl.static_range(TILES):
+            a += (ws.index(slot * TILES + t).load(left),)  # type: ignore[assignment]
+        tokens = ()
+        for u in gl.static_range(CODES // 2 * TILES):  # two codes of the first tile, ..., then of the second
+            first = _numbers(a[u // (CODES // 2)], ASMS[u % (CODES // 2) * 2], HALF)
+            second = _numbers(a[u // (CODES // 2)], ASMS[u % (CODES // 2) * 2 + 1], HALF)
+            near = xs.index(slot * CODES + u % (CODES // 2) * 2).permute((1, 0))
+            far = xs.index(slot * CODES + u % (CODES // 2) * 2 + 1).permute((1, 0))
+            if CODES == 4:
+                token = warpgroup_mma(first, near, zero, use_acc=False, is_async=True)
+            else:
+                token = warpgroup_mma(first, near, acc if u == 0 else up, is_async=True)
+            token = warpgroup_mma(second, far, token, is_async=True)
+            if CODES == 4 and u > 0:
+                done = warpgroup_mma_wait(2, deps=(tokens[u - 1],)) * gl.expand_dims(s[u - 1].to(gl.float32), 1)
+                if u <= 2:
+                    acc += done
+                else:
+                    up += done
+            tokens += (token,)  # type: ignore[assignment]
+        if CODES == 4:
+            last = warpgroup_mma_wait(0, deps=(tokens[2 * TILES - 1],)) * gl.expand_dims(
+                s[2 * TILES - 1].to(gl.float32), 1
+            )
+            if TILES == 2:
+                up += last
+            else:
+                acc += last
+            s = more
+        elif TILES == 2:
+            acc, up = warpgroup_mma_wait(0, deps=(tokens[0], tokens[1]))  # type: ignore[misc]
         else:
-            one = warpgroup_mma(first, x0, acc, is_async=True)
-            second = _numbers(a, ASMS[1], HALF)
-            one = warpgroup_mma(second, x1, one, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=(one,))
+            acc = warpgroup_mma_wait(0, deps=(tokens[0],))  # type: ignore[misc]
         ahead = b + STAGES
         _ask_words(words, there, w_places, ahead, pid, slot, ahead < end, CODES, TILES, BM)
         _load_tile(x, [ahead * CODES, 0, 0], there.index(slot), x_places.index(slot), pred=ahead < end)
     if CODES == 2:
-        acc *= gl.expand_dims(near.to(gl.float32), 1)
+        acc *= gl.expand_dims(s[0], 1)  # type: ignore[misc]
+        if TILES == 2:
+            up *= gl.expand_dims(s[1], 1)  # type: ignore[misc]
+    keep = (m < M)[None, :]
+    at = m[None, :] * N + n[:, None]
     if SPLIT > 1:
-        SIZE: gl.constexpr = BM * ROWS
-        at = part + m[None, :] * ROWS + row[:, None]
-        gl.store(at + share * SIZE, acc)
+        SIZE: gl.constexpr = BM * N
+        gl.store(part + share * SIZE + at, acc, mask=keep)
+        if TILES == 2:
+            gl.store(part + (SPLIT + share) * SIZE + at, up, mask=keep)
         _barrier()
         came = gl.atomic_add(arrived + pid, 1, sem="acq_rel")
         if came != SPLIT - 1:
             return
         gl.store(arrived + pid, 0)
         acc = zero
+        up = zero
         for i in gl.static_range(SPLIT):
-            acc += gl.load(at + i * SIZE, cache_modifier=".cg")
+            acc += gl.load(part + i * SIZE + at, mask=keep, other=0.0, cache_modifier=".cg")
+            if TILES == 2:
+                up += gl.load(part + (SPLIT + i) * SIZE + at, mask=keep, other=0.0, cache_modifier=".cg")
     if NORM:
         wide: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
         p = gl.arange(0, BM, gl.SliceLayout(1, wide))
@@ -163,25 +187,18 @@ def _few_kernel(
         parts = gl.load(squares_in + p[:, None] * tiles_in + j[None, :], mask=listed, other=0.0)
         rstd = gl.convert_layout(gl.rsqrt(gl.sum(parts, 1) / WIDTH + eps), gl.SliceLayout(0, mma))
         acc = acc * gl.expand_dims(rstd, 0)
+        if TILES == 2:
+            up = up * gl.expand_dims(rstd, 0)
     if BIAS:
-        acc += gl.expand_dims(gl.load(bias + row).to(gl.float32), 1)
-    keep = (m < M)[None, :]
-    at = m[None, :] * N + row[:, None]
-    if ACT >= 0 and MODE != 1:
+        acc += gl.expand_dims(gl.load(bias + n).to(gl.float32), 1)
+        if TILES == 2:
+            up += gl.expand_dims(gl.load(bias + N + n).to(gl.float32), 1)
+    if ACT >= 0:
         acc = apply_activation(acc, ACT)
     if MODE == 0:
         gl.store(out + at, acc.to(out.dtype.element_ty), mask=keep)
     elif MODE == 1:
-        pairs: gl.constexpr = gl.BlockedLayout([1, 1, 2], [16, 2, 1], [4, gl.num_warps() // 4, 1], [2, 0, 1])
-        flat: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [4, gl.num_warps() // 4], [0, 1])
-        gate, up = gl.split(gl.convert_layout(gl.permute(gl.reshape(acc, [2, 64, BM]), (1, 2, 0)), pairs))
-        gate = gl.convert_layout(gate, flat)
-        up = gl.convert_layout(up, flat)
-        n = pid * 64 + gl.arange(0, 64, gl.SliceLayout(1, flat))
-        k = gl.arange(0, BM, gl.SliceLayout(0, flat))
-        if ACT >= 0:
-            gate = apply_activation(gate, ACT)
-        gl.store(out + k[None, :] * N + n[:, None], (gate * up).to(out.dtype.element_ty), mask=(k < M)[None, :])
+        gl.store(out + at, (acc * up).to(out.dtype.element_ty), mask=keep)
     else:
         y = acc.to(h.dtype.element_ty).to(gl.float32)
         if scale != 1.0:
@@ -190,7 +207,7 @@ def _few_kernel(
         gl.store(h + at, y, mask=keep)
         if NEXT:
             f = y.to(gl.float32)
-            factor = gl.load(next_weight + row).to(gl.float32)
+            factor = gl.load(next_weight + n).to(gl.float32)
             gl.store(scaled + at, (f * gl.expand_dims(factor, 1)).to(scaled.dtype.element_ty), mask=keep)
             gl.store(squares_out + m * (N // 64) + pid, gl.sum(f * f, 0), mask=m < M)
 
@@ -215,9 +232,8 @@ def choose_few_tiling(rows: int, weight: PackedWords | Float8Weight, mode: int) 
         split *= 2
     stage = pair * 8192 + depth * codes * 128
     room = _MEMORY // -(-tiles * split // processors()) // stage  # for all programs at once
-    most = (3 if codes == 4 else 4) if mode == 1 else 16 // codes
-    least = min(2, -(-blocks // split))
-    return Tiling(False, 64, depth, 4 * pair, split, max(least, min(most, -(-blocks // split), room)), whole=True)
+    most = (2 if mode == 1 else 4) * 4 // codes
+    return Tiling(False, 64, depth, 4, split, min(most, -(-blocks // split), max(2, room)), whole=True)
 
 
 def launch_few(
@@ -245,7 +261,7 @@ def launch_few(
     _few_kernel[(n // 64, t.split)](
         inputs, weights, weight.scales, *ends, *parts, squares, tiles, eps, h, next_weight, scaled, squares_out, scale,
         rows, GROUP=group, CODES=codes, SQUARES=triton.next_power_of_2(max(tiles, 8)), BM=depth, SPLIT=t.split,
-        STAGES=t.stages, X_LAYOUT=_layout([depth, 64], kind), W_LAYOUT=_layout([64 * pair, _WORDS], gl.int16),
+        STAGES=t.stages, X_LAYOUT=_layout([depth, 64], kind), W_LAYOUT=_layout([64, _WORDS], gl.int16),
         num_warps=t.warps, **assemblies, **const, **extra,
     )  # fmt: skip
 
