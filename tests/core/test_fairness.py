@@ -536,3 +536,25 @@ def test_long_prompts_of_one_account_leave_steps_short_while_others_come_and_go(
     assert clients.generated["long"] < 25  # it was there all the time
     clients.now += 2.0
     assert longest(5, beside=False) > 0.09
+
+
+def test_one_that_comes_gets_a_slot_of_calls_that_share_all_of_them() -> None:
+    """None of forty calls holds much, and yet they hold everything for as long as their sequences take."""
+    queue = WaitingQueue(False, 256, 0.5)
+    for i in range(256 + 40):
+        queue.push(Request(CoreRequest(f"r{i}", [1], SamplingParams(), 0, 0.0, account=f"call {i % 40}"), 100, 1, i))
+    for _ in range(256):
+        request = queue.take()
+        assert request is not None
+        queue.admitted(request)
+    newcomer = Request(CoreRequest("new", [1], SamplingParams(), 0, 0.0), 100, 1, 1000)
+    queue.push(newcomer)
+    account = queue.over_share(newcomer)
+    assert account is not None and queue.held(account) == 7
+    alone = WaitingQueue(False, 4, 0.5)
+    for i in range(4):  # as many calls as slots: each keeps its only one
+        alone.push(Request(CoreRequest(f"r{i}", [1], SamplingParams(), 0, 0.0, account=f"call {i}"), 100, 1, i))
+        request = alone.take()
+        assert request is not None
+        alone.admitted(request)
+    assert alone.over_share(newcomer) is None

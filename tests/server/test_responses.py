@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import openai
+import psutil
 import pytest
 
 from tests.server.http_server import MODEL, Server
@@ -144,6 +146,10 @@ def test_what_background_responses_hold_is_bounded(stored: Server) -> None:
     long = {"input": "a", "ignore_eos": True, "max_output_tokens": 1900, "background": True}
     large = {**long, "of_no_use": "x" * 15_000_000}
     begun = []
+    assert stored.process is not None
+    children = psutil.Process(stored.process.pid).children(recursive=True)
+    (core,) = [child for child in children if "vllm.engine.core_process" in child.cmdline()]
+    core.suspend()  # so that none ends meanwhile
     try:
         while (answer := stored.post("/v1/responses", large)).status == 200:
             begun.append(answer.json["id"])
@@ -154,6 +160,7 @@ def test_what_background_responses_hold_is_bounded(stored: Server) -> None:
         stored.post(f"/v1/responses/{begun[0]}/cancel", {})
         begun.append(stored.post("/v1/responses", large).json["id"])
     finally:
+        core.resume()
         for one in begun:
             stored.post(f"/v1/responses/{one}/cancel", {})
 
@@ -319,6 +326,20 @@ async def test_one_response_in_the_background_may_be_of_any_size_but_no_second()
     assert no.value.status == 503
     store.delete("running")
     store.check_running(1000)
+
+
+def test_what_was_deleted_or_cancelled_while_it_was_written_does_not_come_back() -> None:
+    store = ResponseStore(enabled=True)
+    for name, end in (("deleted", store.delete), ("cancelled", store.cancel), ("kept", store.get)):
+        begun = stored_of(20)
+        begun.set_status("in_progress")
+        begun.task = MagicMock()
+        store.put(name, begun)
+        end(name)
+        store.put(name, stored_of(30), instead_of=begun)
+    with pytest.raises(APIError, match="not found"):
+        store.get("deleted")
+    assert [store.get(name).status for name in ("cancelled", "kept")] == ["cancelled", "completed"]
 
 
 def test_store_that_is_off_says_how_to_switch_it_on() -> None:

@@ -116,3 +116,20 @@ def test_memory_that_was_in_use_for_long_is_given_back_when_it_is_free(monkeypat
 
     assert 1 <= asyncio.run(serve()) <= 6
     assert resident == 100 << 20
+
+
+def test_an_idle_process_gives_back_once_what_it_has_more_than_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, resident, given = 0.0, 1 << 30, []
+    monkeypatch.setattr(collector.time, "monotonic", lambda: now)
+    monkeypatch.setattr(collector, "resident_bytes", lambda: resident)
+    monkeypatch.setattr(collector, "give_back_freed_memory", lambda: given.append(now))
+    memory = collector.IdleMemory()
+    for busy, grown in ((False, 0), (True, 0), (True, 1 << 28), (True, 0)):
+        resident += grown
+        for _ in range(20):
+            memory.look(not busy)
+            now += 0.2
+        for _ in range(40):
+            memory.look(idle=True)
+            now += 0.2
+    assert len(given) == 1

@@ -46,7 +46,7 @@ class WaitingQueue:
 
     def __init__(self, priority: bool, num_slots: int, share: float) -> None:
         self._priority = priority
-        self._most = max(1, int(num_slots * share))
+        self._num_slots, self._most = num_slots, max(1, int(num_slots * share))
         self._firsts: deque[Request] = deque()
         self._accounts: dict[str, _Account] = {}
         self._further: dict[str, _Account] = {}  # those that hold slots and have more to start
@@ -239,12 +239,13 @@ class WaitingQueue:
 
     def over_share(self, waiting: Request, promised: int = 0) -> str | None:
         """The account that must give up a slot for `waiting`, if there is one: the one that holds the most, if that is
-        more than its share. For the first sequence of another a quarter of it must do.
+        more than its share. For the first sequence of another a quarter of it must do, or as much as each account would
+        have if all had the same.
 
         promised: slots that will be given to others of the same account before.
         """
         mine = self.held(waiting.account) + promised
-        most = self._most if mine else max(1, self._most // 4)
+        most = self._most if mine else max(1, min(self._most // 4, self._num_slots // (1 + len(self._accounts))))
         if mine >= most:
             return None
         name = max(self._accounts, key=self.held, default=None)

@@ -37,6 +37,7 @@ from vllm.logger import init_logger, mark_lines
 from vllm.platforms import cuda_early
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.step.messages import CoreOutput, CoreRequest, CoreStats, prompt_pieces
+from vllm.utils.collector import IdleMemory
 
 if TYPE_CHECKING:
     from vllm.engine.core import EngineCore
@@ -72,6 +73,10 @@ class Heart:
     def beat(self, busy: bool) -> None:
         """A step was finished, or the loop looked around; `busy` says whether there is more to do."""
         self._busy_since = time.monotonic() if busy else None
+
+    @property
+    def is_busy(self) -> bool:
+        return self._busy_since is not None
 
     def busy_seconds(self, allowance: float) -> float:
         """Seconds without a finished step beyond those that are allowed for it; 0 when idle."""
@@ -459,12 +464,14 @@ class CoreServer:
             return wire.CallResult(call.call_id, error=f"{type(error).__name__}: {error}")
 
     def _pulse_forever(self) -> None:
+        memory = IdleMemory()
         while True:
             time.sleep(PULSE_SECONDS)
             try:
                 self.send(wire.Pulse(self._heart.busy_seconds(self._core.step_allowance)))
             except OSError:
                 return
+            memory.look(not self._heart.is_busy)
 
 
 def _wants_tokens_singly(request: CoreRequest) -> bool:

@@ -75,6 +75,27 @@ async def give_back_memory(is_idle: Callable[[], bool], drop_caches: Callable[[]
             usual = after  # likely to stay
 
 
+class IdleMemory:
+    """For a thread that looks now and then: what was freed goes back to the operating system, once for each time that
+    the process has been idle for some seconds and has more memory than then.
+    """
+
+    def __init__(self) -> None:
+        self._usual = resident_bytes()
+        self._idle_since: float | None = None
+
+    def look(self, idle: bool) -> None:
+        now = time.monotonic()
+        if not idle:
+            self._idle_since = now
+        elif self._idle_since is not None and now - self._idle_since > _LOOK_SECONDS:
+            self._idle_since = None
+            if resident_bytes() - self._usual > _MUCH_BUSY:
+                gc.collect()
+                give_back_freed_memory()
+                self._usual = resident_bytes()
+
+
 def resident_bytes() -> int:
     """How much of this process is in memory."""
     with open("/proc/self/statm", encoding="ascii") as file:

@@ -66,9 +66,12 @@ class ResponseStore:
                 parameter,
             )
 
-    def put(self, response_id: str, entry: Stored) -> None:
-        """Keep a response, or its newer state."""
+    def put(self, response_id: str, entry: Stored, instead_of: Stored | None = None) -> None:
+        """Keep a response, or its newer state; with `instead_of`, only if that is there and was not cancelled."""
         with self._lock:
+            was = self._entries.get(response_id)
+            if instead_of is not None and (was is not instead_of or was.status == "cancelled"):
+                return
             self._drop(response_id)
             self._entries[response_id] = entry
             self._bytes += entry.size
@@ -111,13 +114,14 @@ class ResponseStore:
 
     def cancel(self, response_id: str) -> Stored:
         """End a response that is computed in the background. Raises a 404, or a 400 if it is none."""
-        entry = self.get(response_id)
-        if entry.task is None:
-            raise bad_request("Cannot cancel a synchronous response: only those with background=true.")
-        if entry.status in ("queued", "in_progress"):
-            entry.task.cancel()
-            entry.set_status("cancelled")
-        return entry
+        with self._lock:
+            entry = self.get(response_id)
+            if entry.task is None:
+                raise bad_request("Cannot cancel a synchronous response: only those with background=true.")
+            if entry.status in ("queued", "in_progress"):
+                entry.task.cancel()
+                entry.set_status("cancelled")
+            return entry
 
     def _drop(self, response_id: str) -> None:
         with self._lock:

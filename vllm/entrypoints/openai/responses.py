@@ -229,15 +229,19 @@ class Finished:
     body: bytes
 
 
-def _keep(context: ServerContext, work: Work, done: Finished, task: asyncio.Task[None] | None = None) -> None:
-    """Store the response, if it is to be stored, with the conversation as the next one will see it."""
+def _keep(context: ServerContext, work: Work, done: Finished, begun: Stored | None = None) -> None:
+    """Store the response, if it is to be stored, with the conversation as the next one will see it.
+
+    begun: what is stored of it so far; if that is gone, it was deleted.
+    """
     if work.is_stored:
         answer = encode_at_once(to_messages([_remembered(item) for item in done.output]))
         messages = answer if work.conversation == b"[]" else work.conversation[:-1] + b", " + answer[1:]
         if answer == b"[]":
             messages = work.conversation
         body = done.body  # and nothing else of it: objects take ten times as much
-        context.responses.put(work.id, Stored(done.status, lambda _: body, messages, work.input_items, task))
+        task = None if begun is None else begun.task
+        context.responses.put(work.id, Stored(done.status, lambda _: body, messages, work.input_items, task), begun)
 
 
 def _remembered(item: dict[str, Any]) -> dict[str, Any]:
@@ -307,8 +311,7 @@ def begin(context: ServerContext, work: Work) -> bytes:
     context.responses.put(work.id, entry)
 
     def keep(done: Finished) -> None:
-        if entry.status != "cancelled":
-            _keep(context, work, done, entry.task)
+        _keep(context, work, done, entry)
 
     async def run() -> None:
         entry.set_status("in_progress")
