@@ -17,7 +17,7 @@ from vllm.utils import get_open_port
 
 def _rank(port: int, rank: int) -> list[Any]:
     group = StatelessProcessGroup.create("127.0.0.1", port, rank, 2, store_timeout=30)
-    found: list[Any] = [group.broadcast_obj({"from": rank}, 1), group.all_gather_obj(rank)]
+    found: list[Any] = [group.broadcast_obj({"from": (rank, {rank})}, 1), group.all_gather_obj(rank)]
     if rank:
         group.send_obj("first", 0)
         group.send_obj("second", 0)
@@ -37,14 +37,16 @@ def test_tensors_and_objects_reach_all_ranks() -> None:
     with ThreadPoolExecutor(2) as ranks:
         first, second = ranks.map(_rank, [port, port], range(2), timeout=60)
     received = [[[1.0] * 3] * 2, 3.0] * 2
-    assert first == [{"from": 1}, [0, 1], "first", "second", *received]
-    assert second == [{"from": 1}, [0, 1], *received]
+    assert first == [{"from": (1, {1})}, [0, 1], "first", "second", *received]
+    assert second == [{"from": (1, {1})}, [0, 1], *received]
     assert not dist.is_initialized()
 
 
 def test_wrong_ranks_and_groups_and_tensors_are_refused() -> None:
     with pytest.raises(ValueError, match="Rank 2 of 2"):
         StatelessProcessGroup(2, 2, dist.HashStore())
+    with pytest.raises(TypeError):
+        StatelessProcessGroup(0, 1, dist.HashStore()).broadcast_obj(object(), 0)
     with pytest.raises(NotImplementedError, match=r"torch\.distributed"):
         PyNcclCommunicator(object(), 0)  # type: ignore[arg-type]
     alone = PyNcclCommunicator(StatelessProcessGroup(0, 1, dist.HashStore()), "cpu")

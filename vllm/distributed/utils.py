@@ -5,19 +5,24 @@ Programs that send weights make one (`vllm.distributed.device_communicators.pync
 
 from __future__ import annotations
 
-import pickle
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed import TCPStore
 
+from vllm.ipc import codec, functions
+
+_decode: Callable[[bytes], Any] = codec.decoder(Any).decode
+
 
 @dataclass
 class StatelessProcessGroup:
     """Rank `rank` of `world_size` processes that find each other at `store`; small objects go through it.
 
-    Objects are pickled: the store must be reachable by trusted programs alone. All ranks make the same calls.
+    Objects are plain data, as `collective_rpc` takes it: tensors, arrays, tuples and functions that have a name, too.
+    All ranks make the same calls.
     data_expiration_seconds, socket: taken for programs that give them. An object is removed once all have read it.
     """
 
@@ -53,12 +58,12 @@ class StatelessProcessGroup:
 
     def send_obj(self, obj: Any, dst: int) -> None:
         """Leave an object for one rank, which takes them in the order in which they were sent."""
-        self.store.set(self._key(f"send/{self.rank}/{dst}"), pickle.dumps(obj))
+        self.store.set(self._key(f"send/{self.rank}/{dst}"), _encode(obj))
 
     def recv_obj(self, src: int) -> Any:
         """Wait for the next object that rank `src` sends to this one."""
         key = self._key(f"send/{src}/{self.rank}")
-        obj = pickle.loads(self.store.get(key))
+        obj = functions.received(_decode(self.store.get(key)))
         self.store.delete_key(key)
         return obj
 
@@ -66,9 +71,9 @@ class StatelessProcessGroup:
         """The object of rank `src`, on all ranks."""
         key = self._key(f"broadcast/{src}")
         if self.rank == src:
-            self.store.set(key, pickle.dumps(obj))
+            self.store.set(key, _encode(obj))
         else:
-            obj = pickle.loads(self.store.get(key))
+            obj = functions.received(_decode(self.store.get(key)))
         if self.store.add(f"{key}/read", 1) == self.world_size:
             self.store.delete_key(key)
             self.store.delete_key(f"{key}/read")
@@ -81,3 +86,8 @@ class StatelessProcessGroup:
     def barrier(self) -> None:
         """Wait until every rank is here."""
         self.all_gather_obj(None)
+
+
+def _encode(obj: Any) -> bytes:
+    """Raises TypeError for what is no plain data."""
+    return codec.encode(functions.portable(obj))

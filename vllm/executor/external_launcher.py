@@ -240,9 +240,9 @@ class JointExecutor:
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
         """Call a method of every rank's worker; results by rank. Raises RuntimeError if one failed."""
+        sent, named = functions.portable(list(args)), functions.portable(dict(kwargs or {}))
+        call = codec.Call(0, functions.portable(method), sent, named)
         with self._whole():
-            sent, named = functions.portable(list(args)), functions.portable(dict(kwargs or {}))
-            call = codec.Call(0, functions.portable(method), sent, named)
             self._own.say(call)
             answers = self._own.call(call)
         for rank, found in enumerate(answers):

@@ -91,15 +91,17 @@ class IdleMemory:
         elif self._idle_since is not None and now - self._idle_since > _LOOK_SECONDS:
             self._idle_since = None
             if resident_bytes() - self._usual > _MUCH_BUSY:
-                gc.collect()
                 give_back_freed_memory()
                 self._usual = resident_bytes()
 
 
 def resident_bytes() -> int:
-    """How much of this process is in memory."""
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * _PAGE
+    """How much of this process is in memory; 0 where the system does not say so."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * _PAGE
+    except OSError:
+        return 0
 
 
 @contextmanager
