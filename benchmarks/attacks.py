@@ -2,7 +2,8 @@
 
 Beside each attack another client reads streams of 64 tokens, one after the other, and a third asks for /health. Shown
 are the longest time in which the reader got nothing, the slowest /health, the answer, and the memory of the front end
-before, at most, and 10 s after the attack.
+before, at most, and 10 s after the attack. --leaving: instead, /health asked by a new connection each time and by one
+that is kept, alone and beside eight clients that ask for much and leave, over and over.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import http.client
 import json
 import os
 import re
+import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -443,8 +446,58 @@ def serving(*flags: str, model: str = "demo") -> Iterator[tuple[int, int]]:
             process.wait()
 
 
+def health_seconds(port: int, keep: bool, ended: threading.Event, found: list[float]) -> None:
+    """Ask for /health, by one connection that is kept or by a new one each time, until `ended`."""
+    kept = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    while not ended.is_set():
+        begun = time.monotonic()
+        connection = kept if keep else http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+        connection.request("GET", "/health")
+        connection.getresponse().read()
+        found.append(time.monotonic() - begun)
+        if not keep:
+            connection.close()
+        time.sleep(0.02)
+
+
+def come_and_leave(port: int, ended: threading.Event) -> None:
+    """Ask for four answers of 200 tokens and close the connection soon after, over and over."""
+    body = json.dumps({"prompt": "x " * 200, "max_tokens": 200, "n": 4, "ignore_eos": True}).encode()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    while not ended.is_set():
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(head.encode() + b"\r\n\r\n" + body)
+            time.sleep(0.05)
+
+
+def leaving(seconds: float = 6.0) -> None:
+    """Print how long /health takes alone and beside eight clients that leave."""
+    print(
+        "| clients that leave | /health, new connections: median, longest | a connection that is kept |\n|---|---|---|"
+    )
+    with serving() as (port, _):
+        for clients in (0, 8):
+            ended = threading.Event()
+            new: list[float] = []
+            kept: list[float] = []
+            threads = [threading.Thread(target=come_and_leave, args=(port, ended)) for _ in range(clients)]
+            threads += [
+                threading.Thread(target=health_seconds, args=(port, keep, ended, found))
+                for keep, found in ((False, new), (True, kept))
+            ]
+            for thread in threads:
+                thread.start()
+            time.sleep(seconds)
+            ended.set()
+            for thread in threads:
+                thread.join()
+            shown = (f"{statistics.median(found) * 1e3:.0f}, {max(found) * 1e3:.0f} ms" for found in (new, kept))
+            print("| " + " | ".join((str(clients), *shown)) + " |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--leaving", action="store_true", help="clients that ask for much and leave, and nothing else")
     parser.add_argument("--family", action="store_true", help="every field instead of what was found, the worst ten")
     parser.add_argument("--task", help="with --family: of the routes of a model that does this, such as embed")
     parser.add_argument("--only", default="", help="those whose name has this in it")
@@ -452,6 +505,9 @@ def main() -> None:
     parser.add_argument("--patience", type=float, default=10.0, help="seconds that memory gets to come back")
     parser.add_argument("--out", type=Path, help="also write the figures there, as JSON")
     args = parser.parse_args()
+    if args.leaving:
+        leaving()
+        return
     first, step = map(int, args.part.split("/"))
     attacks = (list(family(pools=bool(args.task))) if args.family else [*FOUND, *TEMPLATES])[first - 1 :: step]
     flags = ["--task", args.task] if args.task else ["--enable-lora"]

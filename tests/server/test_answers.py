@@ -45,6 +45,15 @@ def test_no_piece_is_large(length: int) -> None:
     assert max(map(len, found)) <= len(json.dumps([entry] * ITEMS_PER_PIECE)) + 100
 
 
+@pytest.mark.parametrize("vectors", [[[0.5] * 1000], [[0.5] * 1000] * 3, [[[0.5] * 100] * 30]])
+def test_a_vector_is_not_encoded_number_by_number(vectors: list[Any]) -> None:
+    answer = {"object": "list", "data": [{"index": i, "data": vector} for i, vector in enumerate(vectors)]}
+    found = list(pieces(answer))
+    assert b"".join(found) == json.dumps(answer).encode()
+    assert len(found) < 40 * len(vectors) + 120
+    assert max(map(len, found)) < 500
+
+
 @pytest.mark.parametrize("make", [encode_at_once, lambda answer: json.dumps(listed(answer)).encode()])
 def test_what_is_repeated_is_made_once(make: Any) -> None:
     made = []

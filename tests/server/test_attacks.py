@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+import uvloop
 from fastapi import FastAPI
 
 from benchmarks.attacks import (
@@ -27,6 +30,7 @@ from benchmarks.attacks import (
 )
 from tests.server.http_server import MODEL, Server
 from tests.tiny_encoders import save_bert
+from vllm.entrypoints.openai.api_server import ACCEPTED_PER_TURN, several
 from vllm.entrypoints.openai.routes import LATER_ROUTES, OTHER_MODELS_ROUTES, router
 from vllm.entrypoints.openai.run_batch import main
 
@@ -105,6 +109,30 @@ def test_no_field_holds_up_anybody(attacked: Server, watched: Bystanders) -> Non
         assert effect.status in (200, 400, 404, 503), attack.name
         assert effect.gap < SECONDS, attack.name
         assert effect.health < SECONDS, attack.name
+
+
+def test_a_turn_of_the_event_loop_takes_several_new_connections() -> None:
+    """Else clients that ask for much and leave keep new ones out: turns are long while generations are given up."""
+    taken = []
+
+    class Taken(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            taken.append(transport)
+            time.sleep(0.02)
+
+    async def serve() -> None:
+        listeners = several(socket.create_server(("127.0.0.1", 0)))
+        servers = [await asyncio.get_running_loop().create_server(Taken, sock=each) for each in listeners]
+        clients = [socket.create_connection(listeners[0].getsockname()) for _ in range(2 * ACCEPTED_PER_TURN)]
+        turns = 0
+        while len(taken) < len(clients):
+            await asyncio.sleep(0)
+            turns += 1
+        assert turns < len(clients) // 2
+        for each in (*clients, *servers):
+            each.close()
+
+    uvloop.run(serve())
 
 
 def test_every_field_of_every_route_is_attacked() -> None:

@@ -203,3 +203,12 @@ def test_hundred_kilobytes_take_work_in_proportion(name: str) -> None:
                 parser(name).whole(text)
             counts.append(work.count)
         assert counts[1] <= 11 * counts[0] + 2000
+
+
+@pytest.mark.parametrize("name", sorted(OUTPUTS))
+def test_a_long_run_of_one_character_is_read_at_once(name: str) -> None:
+    """Wherever it stands: patterns that try every way to divide it would take minutes, and are not seen by counting."""
+    for text in OUTPUTS[name]:
+        for place in [match.start() for match in re.finditer(r"\b|\W", text)][:60]:
+            for run in (" ", "\n", "a"):
+                parser(name).whole(text[:place] + run * 30_000 + "`b{" + text[place:])

@@ -10,7 +10,7 @@ from vllm.tool_parsers.machine import CallMachine, MakeId, Markers, Routine
 
 NAME = re.compile(r"[\w.:/-]{1,256}")
 _KIMI_ID = re.compile(r"(?:functions\.)?([\w./-]{1,256}):\d+")
-_FENCE = re.compile(r"([^\n`]*)\s*(?:```(?:json)?\s*)?(?:```)?")
+_FENCE = re.compile(r"(?:```(?:json)?\s*)?(?:```)?")
 
 _BRACE = "{"
 
@@ -81,8 +81,10 @@ class DeepseekCalls(HeaderCalls):
         between = between.strip()
         if not between:
             return Header(first) if NAME.fullmatch(first) else None
-        found = _FENCE.fullmatch(between)
-        name = found[1].strip() if found and first == "function" else ""
+        name = between.partition("\n")[0].partition("`")[0]
+        if first != "function" or not _FENCE.fullmatch(between[len(name) :].strip()):
+            return None
+        name = name.strip()
         return Header(name) if NAME.fullmatch(name) else None
 
 

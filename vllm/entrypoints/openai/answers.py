@@ -115,7 +115,7 @@ def pieces(value: Any, name: str = "") -> Iterator[bytes]:
     """Lists in slices, objects key by key if there are lists in them, so that no piece is large."""
     if isinstance(value, Part):
         yield from value.pieces()
-    elif isinstance(value, list | Iterator) and (name in ("choices", "data") or _has_few_objects(value)):
+    elif (name in ("choices", "data") and _may_be_large(value)) or _has_few_objects(value):
         yield from _joined((pieces(item) for item in value), b"[", b"]")
     elif isinstance(value, Iterator):
         lists = iter(lambda: list(islice(value, ITEMS_PER_PIECE)), [])
@@ -132,7 +132,12 @@ def _slice(value: Sequence[Any], start: int) -> Iterator[bytes]:
     yield from _part(value[start : start + ITEMS_PER_PIECE])
 
 
-def _has_few_objects(value: list[Any] | Iterator[Any]) -> bool:
+def _may_be_large(value: Any) -> bool:
+    """Whether items of this list may be; those of a vector are not."""
+    return isinstance(value, Iterator) or (isinstance(value, list) and bool(value) and type(value[0]) not in _SIMPLE)
+
+
+def _has_few_objects(value: Any) -> bool:
     return isinstance(value, list) and len(value) <= FEW and any(isinstance(item, dict) for item in value)
 
 

@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.entrypoints.openai.api_server")  # also when run as __main__
 
+# New connections that a turn of the event loop takes: libuv takes one of each socket it listens to, and turns are long
+# while many requests are given up, so that clients who come and leave would keep others out.
+ACCEPTED_PER_TURN = 16
 # Of each connection (inherited from the listener): what a client that does not read may make the kernel hold.
 SEND_BUFFER_BYTES = 128 * 1024
 HEALTH_POLL_SECONDS = 0.5
@@ -483,6 +486,11 @@ def bind(args: argparse.Namespace, shared_port: int | None = None) -> socket.soc
     return listener
 
 
+def several(listener: socket.socket) -> list[socket.socket]:
+    """The listener as `ACCEPTED_PER_TURN` sockets, itself and copies."""
+    return [listener, *(listener.dup() for _ in range(ACCEPTED_PER_TURN - 1))]
+
+
 def url_of(listener: socket.socket, *, tls: bool) -> str:
     """Where clients find what listens there."""
     host, port = listener.getsockname()[:2]
@@ -686,7 +694,7 @@ async def _serve(
         loop.create_server = functools.partial(  # type: ignore[method-assign]
             loop.create_server, ssl_handshake_timeout=args.header_timeout
         )
-    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+    serving = asyncio.ensure_future(server.serve(sockets=several(listener)))
     while not (server.started or serving.done()):
         await asyncio.sleep(0.005)
     watching = asyncio.ensure_future(_watch(engine))
