@@ -453,7 +453,7 @@ def normed_jointly(qkv, weights):
     return torch.cat([q, k, v], 1)
 
 
-@pytest.mark.parametrize(("splits", "early"), [(1, False), (4, False), (1, True), (4, True)])
+@pytest.mark.parametrize(("splits", "early", "least"), [(1, False, 0), (4, False, 64), (1, True, 0), (4, True, 0)])
 @pytest.mark.parametrize(
     ("norm", "window", "dim", "rotated", "interleaved", "softcap"),
     [
@@ -463,12 +463,15 @@ def normed_jointly(qkv, weights):
         (False, 70, 16, 0, False, 0.5),
         (True, None, 24, 8, False, None),
         (False, None, 40, 16, True, 2.0),
+        (True, None, 40, 16, False, None),  # as two tiles of 32 and 16
+        (False, None, 80, 80, False, None),
+        ("joint", None, 40, 40, True, None),
         ("joint", None, 16, 16, False, None),
         ("joint", 70, 24, 8, False, None),
     ],
 )
 def test_decode_attention_is_rotation_write_and_attention_in_one(
-    norm, window, dim, rotated, interleaved, softcap, splits, early
+    norm, window, dim, rotated, interleaved, softcap, splits, early, least
 ):
     heads, kv_heads, block = 6, 2, 8
     lengths = torch.tensor([0 if early else 1, 40, 150])  # tokens in the cache before this step
@@ -508,6 +511,7 @@ def test_decode_attention_is_rotation_write_and_attention_in_one(
     rows = DecodeRows(
         slots, lengths.to(torch.int32), [table[:0], table], torch.empty(3 * heads * splits, dim),
         torch.empty(3 * heads * splits), torch.zeros(3 * kv_heads, dtype=torch.int32), splits, early=early,
+        least=least,
     )  # fmt: skip
     out = torch.empty(3, heads * dim)
     decode_attention(qkv, out, a, rows)

@@ -24,22 +24,24 @@ SHARED_TILE, SHARED_STAGES, SHARED_WARPS = 64, 3, {64: 4, 128: 8}
 @triton.jit
 def _load_tile(
     heads_at, v_offset, table, key, live, stride_block, BS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    PAIRS: tl.constexpr,
+    A: tl.constexpr, B: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Keys `key` [TILE] of one head through a block table: both halves of the keys, transposed, and the values, with
-    PAIRS as `unpack_pairs` takes them. Columns from D on are zeros.
+    """Keys `key` [TILE] of one head through a block table: the first A columns of the keys, transposed, the B behind
+    them, and the values, with PAIRS as `unpack_pairs` takes them; last their columns from A on, where A + B are fewer
+    than DP. Columns from D on are zeros.
     """
-    HALF: tl.constexpr = DP // 2
-    c = tl.arange(0, HALF)
+    c = tl.arange(0, A)
+    e = tl.arange(0, B)
     d = tl.arange(0, DP)
     block = tl.load(table + key // BS, mask=live, other=0).to(tl.int64)
     base = block * stride_block + (key % BS) * D
     ka_at = heads_at + base[None, :] + c[:, None]
-    k_a = tl.load(ka_at, mask=live[None, :], other=0.0)  # D is more than half of DP
-    if D == DP:
-        k_b = tl.load(ka_at + HALF, mask=live[None, :], other=0.0)
+    kb_at = heads_at + base[None, :] + (A + e)[:, None]
+    k_a = tl.load(ka_at, mask=live[None, :], other=0.0)  # D is more than A
+    if D == A + B:
+        k_b = tl.load(kb_at, mask=live[None, :], other=0.0)
     else:
-        k_b = tl.load(ka_at + HALF, mask=live[None, :] & (HALF + c < D)[:, None], other=0.0)
+        k_b = tl.load(kb_at, mask=live[None, :] & (A + e < D)[:, None], other=0.0)
     VD = D
     if PAIRS:
         d = tl.arange(0, DP // 2)
@@ -47,11 +49,16 @@ def _load_tile(
         v_at = (heads_at + v_offset).to(tl.pointer_type(tl.int16)) + (base // 2)[:, None] + d[None, :]
     else:
         v_at = heads_at + v_offset + base[:, None] + d[None, :]
-    if D == DP:
+    w = k_b  # nothing without a second tile
+    if A + B < DP:
+        v_at = heads_at + v_offset + base[:, None]
+        v = tl.load(v_at + c[None, :], mask=live[:, None], other=0.0)
+        w = tl.load(v_at + (A + e)[None, :], mask=live[:, None] & (A + e < D)[None, :], other=0.0)
+    elif D == DP:
         v = tl.load(v_at, mask=live[:, None], other=0.0)
     else:
         v = tl.load(v_at, mask=live[:, None] & (d < VD)[None, :], other=0.0)
-    return k_a, k_b, v
+    return k_a, k_b, v, w
 
 
 @triton.jit
@@ -90,10 +97,12 @@ def _capped(s, scale, cap, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _attend_tile(
-    m, z, acc, odd, qa, qb, k_a, k_b, v, live, scale, cap, FORMAT: tl.constexpr, SOFTCAP: tl.constexpr,
-    PAIRS: tl.constexpr, ASM: tl.constexpr,
+    m, z, acc, odd, qa, qb, k_a, k_b, v, w, live, scale, cap, FORMAT: tl.constexpr, SOFTCAP: tl.constexpr,
+    PAIRS: tl.constexpr, TWO: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys into the running maximum, sum and result. PAIRS: `acc` has even columns, `odd` the others."""
+    """One tile of keys into the running maximum, sum and result. PAIRS: `acc` has even columns, `odd` the others; TWO:
+    `odd` has the columns of `w`.
+    """
     s = tl.dot(qa, k_a.to(qa.dtype))
     s = _capped(tl.dot(qb, k_b.to(qb.dtype), s), scale, cap, SOFTCAP)
     s = tl.where(live[None, :], s, -float("inf"))
@@ -107,6 +116,8 @@ def _attend_tile(
         odd = tl.dot(p.to(qa.dtype), v_odd.to(qa.dtype), odd * alpha[:, None])
     else:
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
+        if TWO:
+            odd = tl.dot(p.to(w.dtype), w, odd * alpha[:, None])
     return m_new, z, acc, odd
 
 
@@ -247,7 +258,11 @@ def _turned(
     if NORM == 2:
         xa, xb, ya, yb = xa * wa, xb * wb, ya * wya, yb * wyb
     if NORM == 1:
-        rstd = tl.rsqrt(tl.sum(xa * xa + xb * xb, AXIS, keep_dims=True) / D + eps)
+        if xa.shape[AXIS] == xb.shape[AXIS]:
+            squares = tl.sum(xa * xa + xb * xb, AXIS, keep_dims=True)
+        else:
+            squares = tl.sum(xa * xa, AXIS, keep_dims=True) + tl.sum(xb * xb, AXIS, keep_dims=True)
+        rstd = tl.rsqrt(squares / D + eps)
         xa = xa * rstd * _wide(wa, AXIS)
         xb = xb * rstd * _wide(wb, AXIS)
         ya = ya * rstd * _wide(wya, AXIS)
@@ -284,13 +299,14 @@ def _decode_kernel(
     eps, offset, scale, cap, k_scale, v_scale, v_offset, stride_block, stride_table, splits,
     shared_rows, shared_part, shared_lse, tile_rows,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROT: tl.constexpr,
-    INTERLEAVED: tl.constexpr, BS: tl.constexpr, GP: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, GP: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, SPLITS: tl.constexpr, HEADS_HERE: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
     NORM: tl.constexpr, PDL: tl.constexpr,
     LIMIT: tl.constexpr, PAIRS: tl.constexpr, ASM: tl.constexpr, SHARED: tl.constexpr, EARLY: tl.constexpr,
-    AHEAD: tl.constexpr,
+    AHEAD: tl.constexpr, LEAST: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (KV_HEADS, splits, rows). A slot below 0 is padding. DP, GP: head size and query heads a KV head, padded.
+    """Grid (KV_HEADS, rows, splits). A slot below 0 is padding. DP, GP: head size and query heads a KV head, padded.
+    A, B: columns of a head in two tiles; A + B are fewer than DP where that spares work.
     SPLITS: at least as many as there are.   HEADS_HERE: those heads as a power of two.   PARTS: shares of the keys that
     are merged at a time.
 
@@ -300,13 +316,14 @@ def _decode_kernel(
     SHARED: the first keys of some rows have been taken care of (`SharedPlan`, with tiles of `tile_rows`).
     WINDOW > 0: keys that each query sees, the new one included.
     EARLY: the first tile is loaded before the kernel that computes the queries is waited for.   AHEAD: so many keys are
-    brought nearer before that.
+    brought nearer before that.   LEAST, LATE: as in `DecodeRows`.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
+    TWO: tl.constexpr = A + B < DP
     kv_head = tl.program_id(0)
-    split = tl.program_id(1)
-    row = tl.program_id(2)
-    if PDL:
+    row = tl.program_id(1)
+    split = tl.program_id(2)
+    if PDL and LATE == 0:
         gdc_launch_dependents()
     # nothing of this comes from the kernel before: slots, positions and block tables, older keys and values
     slot = tl.load(slots_ptr + row)
@@ -319,15 +336,20 @@ def _decode_kernel(
     share = tl.cdiv(tl.cdiv(position + 1 - begin, splits), TILE) * TILE
     if SHARED:
         share = tl.maximum(share, 8 * TILE)  # what is left is short, and merging costs as much as a few tiles
+    if LEAST > 0:
+        share = tl.maximum(share, LEAST)
     active = tl.cdiv(position + 1 - begin, share)
     lo = begin + split * share
     hi = tl.minimum(lo + share, position)
+    if LEAST > 0:  # programs in reserve leave at once; each row's first one waits, so that the kernel does
+        if (split > 0) & (split >= active):
+            return
     table = table_ptr + tl.maximum(slot, 0).to(tl.int64) * stride_table
     heads_at = cache + kv_head * (BS * D)
     g = tl.arange(0, GP)
     d = tl.arange(0, DP)
-    a = tl.arange(0, DP // 2)
-    b = DP // 2 + a
+    a = tl.arange(0, A)
+    b = A + tl.arange(0, B)
     t = tl.arange(0, TILE)
     in_g = g[:, None] < GROUP
     in_d = d < D
@@ -335,20 +357,22 @@ def _decode_kernel(
     if D < DP:
         keep = in_g & in_d[None, :]
     HALVES: tl.constexpr = (ROT == DP) and not INTERLEAVED
-    all_a = a < D
+    column = tl.zeros([1], tl.int32)  # as good as any for masks that both tiles of columns take
     other_a, other_b, cos_a, cos_b, sin_a, sin_b = _angles(
-        cos_sin, position, a, b, all_a, ROT, INTERLEAVED, HALVES, False
+        cos_sin, position, a, b, column < D, ROT, INTERLEAVED, HALVES, False
     )
     qwa, qwb, qwya, qwyb = _norm_weights(q_weight, a, b, other_a, other_b, offset, D, ROT, HALVES, NORM)
     kwa, kwb, kwya, kwyb = _norm_weights(k_weight, a, b, other_a, other_b, offset, D, ROT, HALVES, NORM)
     home = tl.load(table + position // BS).to(tl.int64) * stride_block + kv_head * (BS * D) + (position % BS) * D
     if EARLY:
         live = lo + t < hi
-        k_a, k_b, v = _load_tile(heads_at, v_offset, table, lo + t, live, stride_block, BS, D, DP, PAIRS)
+        k_a, k_b, v, w = _load_tile(heads_at, v_offset, table, lo + t, live, stride_block, BS, D, DP, A, B, PAIRS)
     if PDL:
         if AHEAD > 0:
             _prefetch_keys(heads_at, v_offset, table, lo, hi, stride_block, BS, D, AHEAD)
         gdc_wait()
+        if LATE == 1:
+            gdc_launch_dependents()
     if (slot < 0) | (split >= active):
         return
 
@@ -359,15 +383,20 @@ def _decode_kernel(
     last = split == active - 1  # the share that ends with the new token
     width = tl.where(last, D, 0)
     k_at = fused + (HEADS + kv_head) * D
-    kxa, kxb, kya, kyb = _columns(k_at, a, b, a < width, other_a, other_b, D, DP, ROT, HALVES, 0)
-    v_new = tl.load(fused + (HEADS + KV_HEADS + kv_head) * D + d, mask=d < width, other=0.0)
+    kxa, kxb, kya, kyb = _columns(k_at, a, b, column < width, other_a, other_b, D, DP, ROT, HALVES, 0)
+    v_at = fused + (HEADS + KV_HEADS + kv_head) * D
+    if TWO:
+        v_new = tl.load(v_at + a, mask=a < width, other=0.0)
+        w_new = tl.load(v_at + b, mask=b < width, other=0.0)
+    else:
+        v_new = tl.load(v_at + d, mask=d < width, other=0.0)
     if NORM == 2:
         qwa, qwb, qwya, qwyb = _joint_factors(
             fused, HEADS * D, q_weight + (kv_head * GROUP + g[:, None]) * D, a, b, in_g, other_a, other_b, eps, offset,
             HEADS * D, 1024, D, DP, ROT, HALVES, 1,
         )  # fmt: skip
         kwa, kwb, kwya, kwyb = _joint_factors(
-            fused + HEADS * D, width * KV_HEADS, k_weight + kv_head * D, a, b, a < width, other_a, other_b, eps, offset,
+            fused + HEADS * D, width * KV_HEADS, k_weight + kv_head * D, a, b, column < width, other_a, other_b, eps, offset,
             KV_HEADS * D, 1024, D, DP, ROT, HALVES, 0,
         )  # fmt: skip
     q1, q2 = _turned(
@@ -390,7 +419,9 @@ def _decode_kernel(
 
     m = tl.full([GP], -1.0e30, tl.float32)
     z = tl.zeros([GP], tl.float32)
-    acc = tl.zeros([GP, DP], tl.float32)
+    acc = tl.zeros([GP, A if TWO else DP], tl.float32)
+    if TWO:
+        odd = tl.zeros([GP, B], tl.float32)
     if last:
         k1, k2 = _turned(
             kxa, kxb, kya, kyb, kwa, kwb, kwya, kwyb, cos_a, cos_b, sin_a, sin_b, eps, D, ROT, NORM, 0
@@ -404,7 +435,12 @@ def _decode_kernel(
             v_kept = _stored(v_new, 1.0 / v_scale, FORMAT, LIMIT)
         tl.store(cache + home + a, ka)
         tl.store(cache + home + b, kb, mask=b < D)
-        tl.store(cache + v_offset + home + d, v_kept, mask=in_d)
+        if TWO:
+            tl.store(cache + v_offset + home + a, v_kept)
+            tl.store(cache + v_offset + home + b, w_new, mask=b < D)
+            odd += w_new.to(tl.float32)[None, :]
+        else:
+            tl.store(cache + v_offset + home + d, v_kept, mask=in_d)
         same = tl.sum(qa.to(tl.float32) * ka.to(tl.float32)[None, :], 1)
         same += tl.sum(qb.to(tl.float32) * kb.to(tl.float32)[None, :], 1)
         m = _capped(same, row_scale, cap, SOFTCAP)
@@ -415,20 +451,23 @@ def _decode_kernel(
             m, z, acc = merge_parts(
                 m, z, acc, shared_part, shared_lse, shared_rows + row * 4, tile_rows, kv_head, g, KV_HEADS, GROUP, D, DP
             )
-    odd = z  # nothing without PAIRS
+    if not TWO:
+        odd = z  # nothing without PAIRS
     if PAIRS:
         acc, odd = apart(acc, GP, DP)
     if EARLY:
         m, z, acc, odd = _attend_tile(
-            m, z, acc, odd, qa, qb, k_a, k_b, v, live, scale, cap, FORMAT, SOFTCAP, PAIRS, ASM
+            m, z, acc, odd, qa, qb, k_a, k_b, v, w, live, scale, cap, FORMAT, SOFTCAP, PAIRS, TWO, ASM
         )  # fmt: skip
         lo += TILE
     for start in tl.range(lo, hi, TILE, num_stages=STAGES):
         live = start + t < hi
-        k_a, k_b, v = _load_tile(heads_at, v_offset, table, start + t, live, stride_block, BS, D, DP, PAIRS)
+        k_a, k_b, v, w = _load_tile(heads_at, v_offset, table, start + t, live, stride_block, BS, D, DP, A, B, PAIRS)
         m, z, acc, odd = _attend_tile(
-            m, z, acc, odd, qa, qb, k_a, k_b, v, live, scale, cap, FORMAT, SOFTCAP, PAIRS, ASM
+            m, z, acc, odd, qa, qb, k_a, k_b, v, w, live, scale, cap, FORMAT, SOFTCAP, PAIRS, TWO, ASM
         )  # fmt: skip
+    if PDL and LATE == 2:
+        gdc_launch_dependents()
     if PAIRS:
         acc = together(acc, odd, GP, DP)
     head_out = out + row.to(tl.int64) * (HEADS * D) + kv_head * GROUP * D
@@ -436,11 +475,21 @@ def _decode_kernel(
         mean = acc / z[:, None]
         if PAIRS:
             mean *= v_scale
-        tl.store(head_out + g[:, None] * D + d[None, :], mean.to(out.dtype.element_ty), mask=keep)
+        if TWO:
+            at = head_out + g[:, None] * D
+            tl.store(at + a[None, :], mean.to(out.dtype.element_ty), mask=in_g)
+            tl.store(at + b[None, :], (odd / z[:, None]).to(out.dtype.element_ty), mask=in_g & (b < D)[None, :])
+        else:
+            tl.store(head_out + g[:, None] * D + d[None, :], mean.to(out.dtype.element_ty), mask=keep)
         return
     first = (row * KV_HEADS + kv_head) * splits * GROUP
     mine = first + split * GROUP + g
-    tl.store(part + mine[:, None].to(tl.int64) * D + d[None, :], acc / z[:, None], mask=keep)
+    part_at = part + mine[:, None].to(tl.int64) * D
+    if TWO:
+        tl.store(part_at + a[None, :], acc / z[:, None], mask=in_g)
+        tl.store(part_at + b[None, :], odd / z[:, None], mask=in_g & (b < D)[None, :])
+    else:
+        tl.store(part_at + d[None, :], acc / z[:, None], mask=keep)
     tl.store(lse + mine, m + tl.log2(z), mask=g < GROUP)
     tl.debug_barrier()
     before = tl.atomic_add(arrived + row * KV_HEADS + kv_head, 1, sem="acq_rel")
@@ -582,7 +631,9 @@ class DecodeRows:
     part, lse, arrived: workspaces of the splits; `arrived` starts as zeros and is left so.   tile: keys at a time.
     early: load the first of them before waiting for the queries.   ahead: keys of each program to bring into the L2
     before that.   shared: keys that rows have in common, for layers of
-    the first group without a window.
+    the first group without a window.   least: no share of a row's keys is smaller; programs that get none do not wait
+    for the kernel in front.   late: when the kernel behind may start, 0: at once, 1: after that one in front, 2: after
+    the last key.
     """
 
     slots: Tensor
@@ -598,6 +649,8 @@ class DecodeRows:
     early: bool = False
     ahead: int = 0
     shared: SharedPlan | None = None
+    least: int = 0
+    late: int = 0
 
 
 def decode_attention(qkv: Tensor, out: Tensor, a: DecodeAttention, rows: DecodeRows, pdl: bool = False) -> None:
@@ -613,15 +666,23 @@ def decode_attention(qkv: Tensor, out: Tensor, a: DecodeAttention, rows: DecodeR
         before = (shared.rows, shared.part, shared.lse, shared.part.shape[2])
     tensors, numbers, const = _arguments(qkv, a, rows, pdl)
     heads_here, block_size = triton.next_power_of_2(a.heads // kv_heads), a.cache.shape[3]
-    _decode_kernel[(kv_heads, rows.splits, qkv.shape[0])](
+    first, second = _columns_of(const["D"], const["DP"], shared is None and not const["PAIRS"])
+    _decode_kernel[(kv_heads, qkv.shape[0], rows.splits)](
         *tensors, a.k_weight, out, rows.part, rows.lse, rows.arrived, *numbers,
         rows.splits, *before, GP=max(16, triton.next_power_of_2(a.heads // kv_heads)), TILE=rows.tile,
         WINDOW=a.window or 0, SPLITS=max(64, triton.next_power_of_2(rows.splits)),
         HEADS_HERE=heads_here, PARTS=max(1, min(8, 2048 * rows.warps // (heads_here * const["DP"]))),
         STAGES=rows.stages, SHARED=shared is not None, EARLY=rows.early,
-        AHEAD=_keys_ahead(rows, block_size), **const,
+        AHEAD=_keys_ahead(rows, block_size), A=first, B=second, LEAST=rows.least, LATE=rows.late, **const,
         num_warps=rows.warps, **extra,
     )  # fmt: skip
+
+
+def _columns_of(dim: int, padded: int, apart: bool) -> tuple[int, int]:
+    """The columns of a head's two tiles: its halves, or, if they may be `apart`, powers of two that fit it better."""
+    first = 1 << (dim.bit_length() - 1)
+    second = max(16, triton.next_power_of_2(max(dim - first, 1)))
+    return (first, second) if apart and first + second < padded else (padded // 2, padded // 2)
 
 
 def _keys_ahead(rows: DecodeRows, block_size: int) -> int:
