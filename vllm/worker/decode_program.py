@@ -88,7 +88,7 @@ class StepTiling:
 
     up: of gate and up, or of up alone.   up, down: not used if all layers have experts.   router: of experts.
     splits, tile, warps, stages: of latent attention only the splits count.
-    early, ahead: as in `DecodeRows`.   wide_gate, wide_head: for many rows; None leaves these products to cuBLAS.
+    early, ahead, least, late: as in `DecodeRows`.   wide_gate, wide_head: for many rows; None leaves these products to cuBLAS.
     """
 
     qkv: Tiling
@@ -102,6 +102,8 @@ class StepTiling:
     stages: int
     early: bool = False
     ahead: int = 0
+    least: int = 0
+    late: int = 0
     wide_gate: WideTiling | None = None
     wide_head: WideTiling | None = None
     router: Tiling | None = None
@@ -350,6 +352,7 @@ class DecodeProgram:
             rows = DecodeRows(
                 self._slots, self._positions, table.tables, self._part, self._lse, self._arrived,
                 t.splits, t.tile, t.warps, t.stages, t.early, t.ahead, self._shared,
+                t.least, t.late,
             )  # fmt: skip
         entries = [_entry(layer, p) for layer, p in zip(w.layers, self._products, strict=True)]
         if self._adapters is not None:

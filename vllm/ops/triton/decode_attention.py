@@ -291,19 +291,19 @@ def _load_parts(
 
 
 @triton.jit(
-    do_not_specialize=["stride_table", "splits", "tile_rows"],
+    do_not_specialize=["stride_table", "splits", "least", "tile_rows"],
     do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"],
 )
 def _decode_kernel(
     qkv, cache, table_ptr, slots_ptr, positions_ptr, cos_sin, q_weight, k_weight, out, part, lse, arrived,
-    eps, offset, scale, cap, k_scale, v_scale, v_offset, stride_block, stride_table, splits,
+    eps, offset, scale, cap, k_scale, v_scale, v_offset, stride_block, stride_table, splits, least,
     shared_rows, shared_part, shared_lse, tile_rows,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROT: tl.constexpr,
     INTERLEAVED: tl.constexpr, BS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, GP: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, SPLITS: tl.constexpr, HEADS_HERE: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
     NORM: tl.constexpr, PDL: tl.constexpr,
     LIMIT: tl.constexpr, PAIRS: tl.constexpr, ASM: tl.constexpr, SHARED: tl.constexpr, EARLY: tl.constexpr,
-    AHEAD: tl.constexpr, LEAST: tl.constexpr, LATE: tl.constexpr,
+    AHEAD: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """Grid (KV_HEADS, rows, splits). A slot below 0 is padding. DP, GP: head size and query heads a KV head, padded.
     A, B: columns of a head in two tiles; A + B are fewer than DP where that spares work.
@@ -316,7 +316,7 @@ def _decode_kernel(
     SHARED: the first keys of some rows have been taken care of (`SharedPlan`, with tiles of `tile_rows`).
     WINDOW > 0: keys that each query sees, the new one included.
     EARLY: the first tile is loaded before the kernel that computes the queries is waited for.   AHEAD: so many keys are
-    brought nearer before that.   LEAST, LATE: as in `DecodeRows`.
+    brought nearer before that.   least, LATE: as in `DecodeRows`.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TWO: tl.constexpr = A + B < DP
@@ -336,14 +336,12 @@ def _decode_kernel(
     share = tl.cdiv(tl.cdiv(position + 1 - begin, splits), TILE) * TILE
     if SHARED:
         share = tl.maximum(share, 8 * TILE)  # what is left is short, and merging costs as much as a few tiles
-    if LEAST > 0:
-        share = tl.maximum(share, LEAST)
+    share = tl.maximum(share, least)
     active = tl.cdiv(position + 1 - begin, share)
     lo = begin + split * share
     hi = tl.minimum(lo + share, position)
-    if LEAST > 0:  # programs in reserve leave at once; each row's first one waits, so that the kernel does
-        if (split > 0) & (split >= active):
-            return
+    if (least > 0) & (split > 0) & (split >= active):  # in reserve; each row's first one waits, so that the kernel does
+        return
     table = table_ptr + tl.maximum(slot, 0).to(tl.int64) * stride_table
     heads_at = cache + kv_head * (BS * D)
     g = tl.arange(0, GP)
@@ -669,11 +667,11 @@ def decode_attention(qkv: Tensor, out: Tensor, a: DecodeAttention, rows: DecodeR
     first, second = _columns_of(const["D"], const["DP"], shared is None and not const["PAIRS"])
     _decode_kernel[(kv_heads, qkv.shape[0], rows.splits)](
         *tensors, a.k_weight, out, rows.part, rows.lse, rows.arrived, *numbers,
-        rows.splits, *before, GP=max(16, triton.next_power_of_2(a.heads // kv_heads)), TILE=rows.tile,
+        rows.splits, rows.least, *before, GP=max(16, triton.next_power_of_2(a.heads // kv_heads)), TILE=rows.tile,
         WINDOW=a.window or 0, SPLITS=max(64, triton.next_power_of_2(rows.splits)),
         HEADS_HERE=heads_here, PARTS=max(1, min(8, 2048 * rows.warps // (heads_here * const["DP"]))),
         STAGES=rows.stages, SHARED=shared is not None, EARLY=rows.early,
-        AHEAD=_keys_ahead(rows, block_size), A=first, B=second, LEAST=rows.least, LATE=rows.late, **const,
+        AHEAD=_keys_ahead(rows, block_size), A=first, B=second, LATE=rows.late, **const,
         num_warps=rows.warps, **extra,
     )  # fmt: skip
 

@@ -173,14 +173,14 @@ def _skinny_kernel(
     AHEAD: tl.constexpr, LORA: tl.constexpr, MOST: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr,
     PARTS: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, SHARES: tl.constexpr, TILE: tl.constexpr,
     COLUMNS: tl.constexpr, OUTPUTS: tl.constexpr, NARROW: tl.constexpr, FORESEE: tl.constexpr,
-    SCALES: tl.constexpr, ASM: tl.constexpr, MASKED: tl.constexpr,
+    SCALES: tl.constexpr, ASM: tl.constexpr, MASKED: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """Up to BM rows: grid (N / BN, SPLIT). The weight is the left operand, so that few rows cost few columns.
 
     With SPLIT > 1 each program sums a share of K; the last to arrive adds the parts up in fixed order.
     With LORA > 0, so many programs more come first, spread over the shares, for `shrink_rows`. NARROW: rows from before
     the norm's last factor may be too large for the type of the adapters' matrices.
-    SCALES: of weights in 8-bit floats, of which each output has one.
+    SCALES: of weights in 8-bit floats, of which each output has one.   LATE: as `Tiling.late`.
     """
     FIRST: tl.constexpr = (LORA + SPLIT - 1) // SPLIT
     LAST: tl.constexpr = NORM and not (LORA > 0 and NARROW)  # the norm's factor comes behind what adapters add
@@ -205,7 +205,8 @@ def _skinny_kernel(
     rows = w + n[:, None].to(tl.int64) * K
     first_bias, second_bias, weight = ask_constants(bias, next_weight, n, in_n, N, MODE, NEXT, BIAS)
     if PDL:
-        gdc_launch_dependents()
+        if LATE == 0:
+            gdc_launch_dependents()
         if AHEAD > 0:
             prefetch_rows(w + n.to(tl.int64) * K, share * SHARE, AHEAD, BN)
             if MODE == 1:
@@ -219,6 +220,8 @@ def _skinny_kernel(
         count = tl.load(order)
     if PDL:
         gdc_wait()
+        if LATE == 1:
+            gdc_launch_dependents()
     parts, before = ask_rows(squares_in, tiles_in, h, m, n, in_m, in_n, N, MODE, LAST)
     acc = tl.zeros([BN, BM], tl.float32)
     if MODE == 1:
@@ -249,6 +252,8 @@ def _skinny_kernel(
             if MODE == 1:
                 b = tl.load(rows + N * K + k[None, :], mask=in_n[:, None], other=0.0, eviction_policy="evict_first")
                 up = tl.dot(b, xt, up)
+    if PDL and LATE == 2:
+        gdc_launch_dependents()
     keep = in_m[None, :] & in_n[:, None]
     at = m[None, :] * N + n[:, None]
     if SPLIT > 1:
@@ -384,6 +389,11 @@ def run_product(
 
         launch_few(rows, p.weight, (bias, to), parts, behind, s.rows, t, const, extra)
         return
+    if t.whole and not t.vector and isinstance(p.weight, Tensor):
+        from vllm.ops.triton.plain_few import launch_plain
+
+        launch_plain(rows, p.weight, (bias, to), parts, behind, s.rows, t, const, extra)
+        return
     if isinstance(p.weight, PackedWords):
         del const["BK"]
         launch_packed(rows, p.weight, (bias, to), parts, behind, s.rows, t, const, extra)
@@ -408,7 +418,7 @@ def run_product(
     _skinny_kernel[(p.tiles + -(-low_rank["LORA"] // t.split), t.split)](
         rows, weights, scales, bias, to, *parts, squares, tiles, eps, *rest, *added, s.rows,
         BM=tile_rows, SPLIT=t.split, STAGES=t.stages, AHEAD=_columns_ahead(p) if pdl else 0, FORESEE=foresee,
-        SCALES=scaled, ASM=ASSEMBLY and rows.dtype != torch.float32, **const, **low_rank, **extra,
+        SCALES=scaled, ASM=ASSEMBLY and rows.dtype != torch.float32, LATE=t.late, **const, **low_rank, **extra,
     )  # fmt: skip
 
 
