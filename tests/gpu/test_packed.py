@@ -86,6 +86,17 @@ def test_what_follows_a_product_on_hopper(kind, rows, dtype):
     check_what_follows(lambda w: pack(w, dtype), kind, rows, dtype, choose)
 
 
+@pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="cut for Hopper GPUs")
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("rows", [2, 32, 50])
+def test_what_follows_a_product_with_plain_weights_on_hopper(rows, dtype):
+    def choose(_, mode):
+        split = 4 if mode == RESIDUAL else 1
+        return Tiling(False, 64, 128, 4, split, stages=2, whole=True, late=rows % 3)
+
+    check_what_follows(lambda w: w.dequantize().to(dtype), "float8", rows, dtype, choose)
+
+
 def check_what_follows(packs, kind, rows, dtype, choose):
     """Gate and up, then down with the residual stream and the next norm, against fp32. choose: (weight, mode) ->
     tiling.

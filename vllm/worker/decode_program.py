@@ -88,7 +88,8 @@ class StepTiling:
 
     up: of gate and up, or of up alone.   up, down: not used if all layers have experts.   router: of experts.
     splits, tile, warps, stages: of latent attention only the splits count.
-    early, ahead, least, late: as in `DecodeRows`.   wide_gate, wide_head: for many rows; None leaves these products to cuBLAS.
+    early, ahead, least, late: as in `DecodeRows`.   wide_gate, wide_head: for many rows; None leaves these products to
+    cuBLAS.
     """
 
     qkv: Tiling
@@ -118,7 +119,7 @@ def choose_step_tiling(w: ProgramWeights, rows: int, width: int, adapted: bool =
     kv_heads, head_dim = (1, attn.cache.shape[2]) if latent else (attn.cache.shape[2], attn.cache.shape[4])
 
     def product(part: Linear, mode: int) -> Tiling:
-        return choose_product_tiling(max(rows, 2) if adapted else rows, part.weight, mode)
+        return choose_product_tiling(max(rows, 2) if adapted else rows, part.weight, mode, adapted)
 
     windows = [layer.attention.window for layer in w.layers]
     if None not in windows:
@@ -280,8 +281,9 @@ class DecodeProgram:
             router, up, down = product(ffn.router, STORE, t.router), None, None
             if ffn.shared is not None:
                 parts, rows = ffn.shared, self.rows
-                up = product(parts.up, GATED, choose_product_tiling(rows, parts.up.weight, GATED), parts.act)
-                down = back(parts.down, choose_product_tiling(rows, parts.down.weight, RESIDUAL))
+                adapted = self._adapters is not None
+                up = product(parts.up, GATED, choose_product_tiling(rows, parts.up.weight, GATED, adapted), parts.act)
+                down = back(parts.down, choose_product_tiling(rows, parts.down.weight, RESIDUAL, adapted))
             return _Products(qkv, o, up, down, router)
         up = product(ffn.up, GATED if ffn.gated else STORE, t.up, ffn.act)
         return _Products(qkv, o, up, back(ffn.down, t.down))

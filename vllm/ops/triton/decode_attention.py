@@ -299,7 +299,8 @@ def _decode_kernel(
     eps, offset, scale, cap, k_scale, v_scale, v_offset, stride_block, stride_table, splits, least,
     shared_rows, shared_part, shared_lse, tile_rows,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROT: tl.constexpr,
-    INTERLEAVED: tl.constexpr, BS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, GP: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, GP: tl.constexpr,
+    TILE: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, SPLITS: tl.constexpr, HEADS_HERE: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
     NORM: tl.constexpr, PDL: tl.constexpr,
     LIMIT: tl.constexpr, PAIRS: tl.constexpr, ASM: tl.constexpr, SHARED: tl.constexpr, EARLY: tl.constexpr,
@@ -394,8 +395,8 @@ def _decode_kernel(
             HEADS * D, 1024, D, DP, ROT, HALVES, 1,
         )  # fmt: skip
         kwa, kwb, kwya, kwyb = _joint_factors(
-            fused + HEADS * D, width * KV_HEADS, k_weight + kv_head * D, a, b, column < width, other_a, other_b, eps, offset,
-            KV_HEADS * D, 1024, D, DP, ROT, HALVES, 0,
+            fused + HEADS * D, width * KV_HEADS, k_weight + kv_head * D, a, b, column < width, other_a, other_b, eps,
+            offset, KV_HEADS * D, 1024, D, DP, ROT, HALVES, 0,
         )  # fmt: skip
     q1, q2 = _turned(
         qxa, qxb, qya, qyb, qwa, qwb, qwya, qwyb, cos_a[None, :], cos_b[None, :], sin_a[None, :], sin_b[None, :], eps,

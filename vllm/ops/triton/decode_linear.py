@@ -555,8 +555,8 @@ def _float8_tiling(rows: int, outputs: int, inputs: int, mode: int) -> Tiling:
     return replace(choose_tiling(rows, outputs, inputs, mode), depth=BLOCK)
 
 
-def choose_product_tiling(rows: int, weight: Weight, mode: int) -> Tiling:
-    """The tiling of a product with a weight, packed or not."""
+def choose_product_tiling(rows: int, weight: Weight, mode: int, adapted: bool = False) -> Tiling:
+    """The tiling of a product with a weight, packed or not. adapted: rows may have adapters."""
     outputs, inputs = weight.shape
     outputs //= 2 if mode == GATED else 1
     if not isinstance(weight, Tensor) and mode != ARGMAX and ASSEMBLY and has_warp_roles():
@@ -572,6 +572,12 @@ def choose_product_tiling(rows: int, weight: Weight, mode: int) -> Tiling:
         return _float8_vector_tiling(outputs, inputs, mode)
     if isinstance(weight, Float8Weight):
         return choose_float8_tiling(rows, outputs, inputs, mode)
+    if not adapted and has_warp_roles():
+        from vllm.ops.triton.plain_few import choose_plain_tiling
+
+        chosen = choose_plain_tiling(rows, weight, mode)
+        if chosen is not None:
+            return chosen
     return choose_tiling(rows, outputs, inputs, mode)
 
 

@@ -1,6 +1,6 @@
-"""The product of several rows with weights stored as plain numbers on Hopper GPUs, in Gluon, with what follows it folded
-in. Tiles of weights and inputs come through TMA, into places for several of each: those of weights are asked for before
-the kernel in front has ended, and are there when the inputs come.
+"""The product of several rows with weights stored as plain numbers on Hopper GPUs, in Gluon, with what follows it
+folded in. Tiles of weights and inputs come through TMA, into places for several of each: those of weights are asked for
+before the kernel in front has ended, and are there when the inputs come.
 
 Compare `packed_few`, whose weights have to be made first. The weight is the left operand.
 """
@@ -23,7 +23,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from vllm.ops.triton.activation import apply_activation
-from vllm.ops.triton.decode_parts import Tiling
+from vllm.ops.triton.decode_linear import ARGMAX, GATED, RESIDUAL, STORE
+from vllm.ops.triton.decode_parts import Tiling, processors
 from vllm.ops.triton.packed_few import _DTYPES, _barrier, _layout, _load_tile, _view
 
 _MEMORY = 227 << 10  # shared, of a processor
@@ -183,3 +184,23 @@ def launch_plain(
         X_LAYOUT=_layout([padded, 64], kind), W_LAYOUT=_layout([t.rows, 64], kind), num_warps=t.warps, **const,
         **extra,
     )  # fmt: skip
+
+
+def choose_plain_tiling(rows: int, weight: Tensor, mode: int) -> Tiling | None:
+    """From times of whole steps (`h200_few_rows.json`); None where the kernel in Triton is as fast or the only one."""
+    pair = 2 if mode == GATED else 1
+    outputs, inputs = weight.shape[0] // pair, weight.shape[1]
+    tiles = outputs // 64
+    if not 1 < rows <= 64 or mode == ARGMAX or weight.dtype not in _DTYPES or outputs % 64 or inputs % 64:
+        return None
+    if tiles < (40 if mode == GATED else 48 if mode == STORE else 32):
+        return None
+    split = 1
+    while mode == RESIDUAL and split < 4 and 2 * tiles * split <= processors() and inputs % (128 * split) == 0:
+        if inputs // (2 * split) < 1024:
+            break
+        split *= 2
+    depth = 128 if inputs // split % 128 == 0 else 64
+    stage = (pair * 64 + max(16, triton.next_power_of_2(rows))) * depth * 2
+    room = _MEMORY // (1 if tiles * split <= processors() else 2) - 1024
+    return Tiling(False, 64, depth, 4, split, max(2, min(inputs // split // depth, room // stage)), whole=True)
