@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+import triton
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -144,6 +145,18 @@ def choose_step_tiling(w: ProgramWeights, rows: int, width: int, adapted: bool =
     shared = wide and rows * kv_heads > 32 and not (one or light or large or eight) and weights <= 1 << 22
     if shared:
         splits = max(1, splits // 2)
+    # programs for several rows: where they are as many as will run at once, a share is worth a program of its own
+    programs, least, ahead = rows * kv_heads, 0, 0
+    filling = 192 <= programs <= 256 and not (few or eight or latent)
+    deep = filling and head_dim in (64, 128) and not light
+    if deep:
+        splits, least = 2 * splits, 512
+    elif filling and large:
+        least = 128
+    elif filling and light:
+        ahead = 128
+    # heads in two tiles, of which the second is narrow
+    narrow = not (few or eight or large) and head_dim != triton.next_power_of_2(head_dim)
     if isinstance(attn, LatentDecode):
         splits = choose_latent_splits(rows, attn.heads)
     up = down = o = product(layer.o, RESIDUAL)
@@ -161,13 +174,19 @@ def choose_step_tiling(w: ProgramWeights, rows: int, width: int, adapted: bool =
         o if w.head is None else product(Linear(w.head), ARGMAX),
         splits,
         tile=128
-        if eight and not (few or large)
+        if deep or (eight and not (few or large))
         else 64
-        if (wide or long or (few and light)) and not (large or shared)
+        if narrow or ((wide or long or (few and light)) and not (large or shared))
         else 32,
-        warps=4 if one or large or long or shared or (few and light) or (eight and not few) else 2 if wide else 1,
+        warps=4
+        if one or large or long or shared or deep or (few and light) or (eight and not few)
+        else 2
+        if wide or narrow
+        else 1,
         stages=3 if long or (eight and not (few or large)) else 2,
         early=one or (few and light and not large),
+        ahead=ahead,
+        least=least,
         wide_gate=wide_gate,
         wide_head=choose_wide_head(rows) if plain_head and not adapted else None,
         router=None if experts is None else product(experts.router, STORE),

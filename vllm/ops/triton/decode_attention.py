@@ -317,7 +317,7 @@ def _decode_kernel(
     SHARED: the first keys of some rows have been taken care of (`SharedPlan`, with tiles of `tile_rows`).
     WINDOW > 0: keys that each query sees, the new one included.
     EARLY: the first tile is loaded before the kernel that computes the queries is waited for.   AHEAD: so many keys are
-    brought nearer before that.   least, LATE: as in `DecodeRows`.
+    brought nearer before that, where a program has no more.   least, LATE: as in `DecodeRows`.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TWO: tl.constexpr = A + B < DP
@@ -367,8 +367,9 @@ def _decode_kernel(
         live = lo + t < hi
         k_a, k_b, v, w = _load_tile(heads_at, v_offset, table, lo + t, live, stride_block, BS, D, DP, A, B, PAIRS)
     if PDL:
-        if AHEAD > 0:
-            _prefetch_keys(heads_at, v_offset, table, lo, hi, stride_block, BS, D, AHEAD)
+        if AHEAD > 0:  # noqa: SIM102 (a condition for the compiler)
+            if hi - lo <= AHEAD:  # of long shares the first keys matter little
+                _prefetch_keys(heads_at, v_offset, table, lo, hi, stride_block, BS, D, AHEAD)
         gdc_wait()
         if LATE == 1:
             gdc_launch_dependents()
@@ -629,7 +630,7 @@ class DecodeRows:
 
     part, lse, arrived: workspaces of the splits; `arrived` starts as zeros and is left so.   tile: keys at a time.
     early: load the first of them before waiting for the queries.   ahead: keys of each program to bring into the L2
-    before that.   shared: keys that rows have in common, for layers of
+    before that, where it has no more.   shared: keys that rows have in common, for layers of
     the first group without a window.   least: no share of a row's keys is smaller; programs that get none do not wait
     for the kernel in front.   late: when the kernel behind may start, 0: at once, 1: after that one in front, 2: after
     the last key.

@@ -193,6 +193,8 @@ def choose_plain_tiling(rows: int, weight: Tensor, mode: int) -> Tiling | None:
     tiles = outputs // 64
     if not 1 < rows <= 64 or mode == ARGMAX or weight.dtype not in _DTYPES or outputs % 64 or inputs % 64:
         return None
+    if mode == GATED and rows > 32 and tiles > processors():
+        return None
     if tiles < (40 if mode == GATED else 48 if mode == STORE else 32):
         return None
     split = 1
@@ -202,5 +204,9 @@ def choose_plain_tiling(rows: int, weight: Tensor, mode: int) -> Tiling | None:
         split *= 2
     depth = 128 if inputs // split % 128 == 0 else 64
     stage = (pair * 64 + max(16, triton.next_power_of_2(rows))) * depth * 2
-    room = _MEMORY // (1 if tiles * split <= processors() else 2) - 1024
-    return Tiling(False, 64, depth, 4, split, max(2, min(inputs // split // depth, room // stage)), whole=True)
+    alone = tiles * split <= processors()  # a program a processor
+    room = _MEMORY // (1 if alone else 2) - 1024
+    stages = max(2, min(inputs // split // depth, room // stage))
+    if mode == STORE and alone:  # what follows is attention, whose programs are to have room
+        return Tiling(False, 64, depth, 4, split, (stages + 1) // 2, whole=True, late=1)
+    return Tiling(False, 64, depth, 4, split, stages, whole=True)
