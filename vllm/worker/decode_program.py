@@ -156,7 +156,7 @@ def choose_step_tiling(w: ProgramWeights, rows: int, width: int, adapted: bool =
     elif filling and light:
         ahead = 128
     # heads in two tiles, of which the second is narrow
-    narrow = not (few or eight or large) and head_dim != triton.next_power_of_2(head_dim)
+    narrow = not (few or eight or large) and rows <= MAX_ROWS and head_dim != triton.next_power_of_2(head_dim)
     if isinstance(attn, LatentDecode):
         splits = choose_latent_splits(rows, attn.heads)
     up = down = o = product(layer.o, RESIDUAL)

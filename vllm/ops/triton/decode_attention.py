@@ -304,7 +304,7 @@ def _decode_kernel(
     SOFTCAP: tl.constexpr, SPLITS: tl.constexpr, HEADS_HERE: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
     NORM: tl.constexpr, PDL: tl.constexpr,
     LIMIT: tl.constexpr, PAIRS: tl.constexpr, ASM: tl.constexpr, SHARED: tl.constexpr, EARLY: tl.constexpr,
-    AHEAD: tl.constexpr, LATE: tl.constexpr,
+    AHEAD: tl.constexpr, RESERVE: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """Grid (KV_HEADS, rows, splits). A slot below 0 is padding. DP, GP: head size and query heads a KV head, padded.
     A, B: columns of a head in two tiles; A + B are fewer than DP where that spares work.
@@ -317,7 +317,7 @@ def _decode_kernel(
     SHARED: the first keys of some rows have been taken care of (`SharedPlan`, with tiles of `tile_rows`).
     WINDOW > 0: keys that each query sees, the new one included.
     EARLY: the first tile is loaded before the kernel that computes the queries is waited for.   AHEAD: so many keys are
-    brought nearer before that, where a program has no more.   least, LATE: as in `DecodeRows`.
+    brought nearer before that, where a program has no more.   least, LATE: as in `DecodeRows`; RESERVE: least > 0.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TWO: tl.constexpr = A + B < DP
@@ -337,12 +337,14 @@ def _decode_kernel(
     share = tl.cdiv(tl.cdiv(position + 1 - begin, splits), TILE) * TILE
     if SHARED:
         share = tl.maximum(share, 8 * TILE)  # what is left is short, and merging costs as much as a few tiles
-    share = tl.maximum(share, least)
+    if RESERVE:
+        share = tl.maximum(share, least)
     active = tl.cdiv(position + 1 - begin, share)
     lo = begin + split * share
     hi = tl.minimum(lo + share, position)
-    if (least > 0) & (split > 0) & (split >= active):  # in reserve; each row's first one waits, so that the kernel does
-        return
+    if RESERVE:  # noqa: SIM102 (a condition for the compiler)
+        if (split > 0) & (split >= active):  # each row's first program waits, so that the kernel does
+            return
     table = table_ptr + tl.maximum(slot, 0).to(tl.int64) * stride_table
     heads_at = cache + kv_head * (BS * D)
     g = tl.arange(0, GP)
@@ -356,7 +358,9 @@ def _decode_kernel(
     if D < DP:
         keep = in_g & in_d[None, :]
     HALVES: tl.constexpr = (ROT == DP) and not INTERLEAVED
-    column = tl.zeros([1], tl.int32)  # as good as any for masks that both tiles of columns take
+    column = a
+    if A != B:
+        column = tl.zeros([1], tl.int32)  # as good as any for masks that both tiles of columns take
     other_a, other_b, cos_a, cos_b, sin_a, sin_b = _angles(
         cos_sin, position, a, b, column < D, ROT, INTERLEAVED, HALVES, False
     )
@@ -673,7 +677,7 @@ def decode_attention(qkv: Tensor, out: Tensor, a: DecodeAttention, rows: DecodeR
         WINDOW=a.window or 0, SPLITS=max(64, triton.next_power_of_2(rows.splits)),
         HEADS_HERE=heads_here, PARTS=max(1, min(8, 2048 * rows.warps // (heads_here * const["DP"]))),
         STAGES=rows.stages, SHARED=shared is not None, EARLY=rows.early,
-        AHEAD=_keys_ahead(rows, block_size), A=first, B=second, LATE=rows.late, **const,
+        AHEAD=_keys_ahead(rows, block_size), A=first, B=second, RESERVE=rows.least > 0, LATE=rows.late, **const,
         num_warps=rows.warps, **extra,
     )  # fmt: skip
 

@@ -193,8 +193,6 @@ def choose_plain_tiling(rows: int, weight: Tensor, mode: int) -> Tiling | None:
     tiles = outputs // 64
     if not 1 < rows <= 64 or mode == ARGMAX or weight.dtype not in _DTYPES or outputs % 64 or inputs % 64:
         return None
-    if mode == GATED and rows > 32 and tiles > processors():
-        return None
     if tiles < (40 if mode == GATED else 48 if mode == STORE else 32):
         return None
     split = 1
@@ -203,6 +201,8 @@ def choose_plain_tiling(rows: int, weight: Tensor, mode: int) -> Tiling | None:
             break
         split *= 2
     depth = 128 if inputs // split % 128 == 0 else 64
+    if mode == RESIDUAL and depth == 64 and rows > 32:  # many small steps
+        return None
     stage = (pair * 64 + max(16, triton.next_power_of_2(rows))) * depth * 2
     alone = tiles * split <= processors()  # a program a processor
     room = _MEMORY // (1 if alone else 2) - 1024
