@@ -25,7 +25,7 @@ from vllm.model_executor.models.decoder import DecoderModel
 from vllm.model_executor.models.kv_groups import layout_of
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.ops.triton.decode_linear import ARGMAX, GATED, RESIDUAL, STORE
-from vllm.ops.triton.decode_parts import Tiling
+from vllm.ops.triton.decode_parts import Tiling, has_warp_roles
 from vllm.ops.triton.packed_linear import PackedWords
 from vllm.ops.triton.precompile import precompile
 from vllm.ops.triton.wide_linear import WideTiling
@@ -68,6 +68,20 @@ def skinnies(splits: tuple[int, ...]) -> list[Tiling]:
     return found
 
 
+def plains(rows: int, outputs: int, inputs: int, mode: int) -> list[Tiling]:
+    """For several rows and plain weights on Hopper GPUs: a program or two a processor."""
+    pair, padded = 2 if mode == GATED else 1, max(16, 1 << (rows - 1).bit_length())
+    found = []
+    for depth, split in ((64, 1), (64, 2), (64, 4), (128, 1), (128, 2), (128, 4)):
+        if outputs % 64 or inputs % (depth * split):
+            continue
+        for room in (226 << 10, 113 << 10, 75 << 10):
+            stages = min(inputs // split // depth, room // ((64 * pair + padded) * depth * 2))
+            if stages >= 2:
+                found += [Tiling(False, 64, depth, 4, split, stages, whole=True, late=late) for late in (0, 1, 2)]
+    return list(dict.fromkeys(found))
+
+
 def candidates(name: str, rows: int, w: ProgramWeights) -> list[Any]:
     """Tilings to try for one product."""
     layer, gated = w.layers[0], False
@@ -88,12 +102,14 @@ def candidates(name: str, rows: int, w: ProgramWeights) -> list[Any]:
         tried = [t for t in tried if outputs % t.rows == 0 and (2 * t.rows + 16) * t.depth * 2 * t.stages < 200_000]
     if rows == 1:
         tried = vectors()
+    elif isinstance(part.weight, torch.Tensor) and rows <= MAX_ROWS and mode != ARGMAX and has_warp_roles():
+        tried += plains(rows, outputs, inputs, mode)
     programs = [-(-outputs // t.rows) * t.split for t in tried]
     return [t for t, n in zip(tried, programs, strict=True) if n >= 48] + hopper
 
 
 ATTENTION = [
-    {"splits": s, "tile": t, "warps": n, "stages": g, "early": e, "ahead": a}
+    {"splits": s, "tile": t, "warps": n, "stages": g, "early": e, "ahead": a, "least": 0, "late": 0}
     for s in (1, 2, 4, 8, 16, 32, 64)
     for t, n, g, e, a in (  # fmt: skip
         (128, 4, 2, False, 0),
@@ -115,9 +131,16 @@ ATTENTION = [
         (64, 2, 3, False, 0),
         (64, 4, 2, True, 64),
     )
+] + [
+    {"splits": s, "tile": t, "warps": n, "stages": g, "early": False, "ahead": 0, "least": least, "late": late}
+    for s in (1, 2, 4, 8)
+    for t, n, g in ((32, 1, 2), (32, 1, 4), (32, 4, 2), (64, 2, 2), (128, 4, 2))
+    for least in (0, 128, 512)
+    for late in (0, 2)
+    if least or late
 ]
 OF_BYTES = [  # of a cache of 8 bits
-    {"splits": s, "tile": t, "warps": n, "stages": g, "early": False, "ahead": 0}
+    {"splits": s, "tile": t, "warps": n, "stages": g, "early": False, "ahead": 0, "least": 0, "late": 0}
     for s in (1, 2, 4, 8)
     for t, n, g in (
         (128, 4, 2),

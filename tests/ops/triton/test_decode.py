@@ -13,6 +13,7 @@ from vllm.ops.attention import AttentionParams, attend, write_kv
 from vllm.ops.bitmask import apply_bitmask
 from vllm.ops.draw import DrawParams, draw
 from vllm.ops.norm import rms_norm
+from vllm.ops.triton import plain_few
 from vllm.ops.triton.decode_attention import DecodeAttention, DecodeRows, decode_attention
 from vllm.ops.triton.decode_join import Chosen, NormWeights, join_rows
 from vllm.ops.triton.decode_linear import (
@@ -565,6 +566,19 @@ def test_chosen_tilings_divide_the_product(rows, inputs):
                 assert inputs % (t.depth * t.split) == 0
             if mode == GATED:
                 assert outputs % t.rows == 0
+
+
+@pytest.mark.parametrize("rows", [2, 16, 32, 64])
+@pytest.mark.parametrize("outputs", [1024, 2048, 3072, 4096, 14336])
+@pytest.mark.parametrize("inputs", [896, 2048, 2304, 4096, 11008, 14336])
+@pytest.mark.parametrize("mode", [STORE, GATED, RESIDUAL, ARGMAX])
+def test_tilings_of_plain_weights_divide_the_product_and_fit_a_processor(rows, outputs, inputs, mode):
+    pair = 2 if mode == GATED else 1
+    t = plain_few.choose_plain_tiling(rows, torch.empty(pair * outputs, inputs, dtype=torch.half, device="meta"), mode)
+    if t is not None:
+        assert inputs % (t.split * t.depth) == outputs % t.rows == 0 and 2 <= t.stages <= inputs // t.split // t.depth
+        assert t.stages * (pair * t.rows + max(16, rows)) * t.depth * 2 < 227 << 10
+    assert t is None or mode != ARGMAX
 
 
 def test_drawn_tokens_are_those_of_the_sampler():
