@@ -82,12 +82,28 @@ def _constraints(registers):
 
 
 @gluon.jit
-def _ask_words(at, APART: gl.constexpr):
-    """The words of a lane's two outputs, APART of each other, of a block. at: of the first one's."""
-    return (
-        gl.load(at, eviction_policy="evict_first"), gl.load(at + APART, eviction_policy="evict_first"),
-        gl.load(at + 16, eviction_policy="evict_first"), gl.load(at + (APART + 16), eviction_policy="evict_first"),
-    )  # fmt: skip
+def _ask_words(at, there, APART: gl.constexpr, MASKED: gl.constexpr):
+    """The words of a lane's two outputs, APART of each other, of a block. at: of the first one's. there: with MASKED,
+    whether there are any.
+    """
+    if MASKED:
+        found = (
+            gl.load(at, mask=there, other=0, eviction_policy="evict_first"),
+            gl.load(at + APART, mask=there, other=0, eviction_policy="evict_first"),
+            gl.load(at + 16, mask=there, other=0, eviction_policy="evict_first"),
+            gl.load(at + (APART + 16), mask=there, other=0, eviction_policy="evict_first"),
+        )
+    else:
+        found = (
+            gl.load(at, eviction_policy="evict_first"), gl.load(at + APART, eviction_policy="evict_first"),
+            gl.load(at + 16, eviction_policy="evict_first"), gl.load(at + (APART + 16), eviction_policy="evict_first"),
+        )  # fmt: skip
+    return found
+
+
+@gluon.jit
+def _ask_scales(at, there, MASKED: gl.constexpr):
+    return gl.load(at, mask=there, other=0.0) if MASKED else gl.load(at)
 
 
 @gluon.jit
@@ -124,8 +140,10 @@ def _row_kernel(
     scale: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, CODES: gl.constexpr,
     WIDTH: gl.constexpr, SQUARES: gl.constexpr, AHEAD: gl.constexpr, MODE: gl.constexpr, ACT: gl.constexpr,
     NORM: gl.constexpr, NEXT: gl.constexpr, BIAS: gl.constexpr, OFFSETS: gl.constexpr, PDL: gl.constexpr,
+    PER: gl.constexpr,
 ):  # fmt: skip
-    """Grid (N / 16,), of gated products (N / 8,). AHEAD: blocks of which a warp has asked for the words. SQUARES: at
+    """Grid (tiles / PER,); a tile is 16 outputs, of gated products 8. PER: tiles that a program takes one after the
+    other, so that the next one's words are under way while one is finished. AHEAD: blocks of which a warp has asked for the words. SQUARES: at
     least the tiles of the norm in front. CODES: in 16 bits; 2 of 8-bit floats, whose scales are one for an output.
     """
     WARPS: gl.constexpr = gl.num_warps()
@@ -140,6 +158,9 @@ def _row_kernel(
     HALF: gl.constexpr = x.dtype.element_ty == gl.float16
     lanes: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
     line: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    every: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0]))  # each warp has all
+    columns: gl.constexpr = gl.BlockedLayout([WARPS, 2 if GATED else 1], [1, 32], [1, WARPS], [1, 0])
+    room = gl.allocate_shared_memory(gl.float32, [WARPS, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     pid = gl.program_id(0)
     thread = gl.arange(0, 32 * WARPS, gl.SliceLayout(1, lanes))
     e = gl.arange(0, 4, gl.SliceLayout(0, lanes))
@@ -154,51 +175,88 @@ def _row_kernel(
     w = ()
     s = ()
     for i in gl.static_range(AHEAD):
-        w += (_ask_words(at + i * STEP, SECOND * ROW),)  # type: ignore[assignment]
+        w += (_ask_words(at + i * STEP, pid >= 0, SECOND * ROW, False),)  # type: ignore[assignment]
         if CODES == 4:
             s += (gl.load(scales + (half + i * 2) * 128 // GROUP * ROWS + row4),)  # type: ignore[assignment]
     n = pid * BN + gl.arange(0, BN, line)
-    in_n = n < N
-    first_bias, second_bias, weight = ask_constants(bias, next_weight, n, in_n, N, MODE, NEXT, BIAS)
-    if CODES == 2:
-        first_scale = gl.load(scales + n)
-        second_scale = gl.load(scales + n + N) if GATED else first_scale
+    if PER == 1:
+        first_bias, second_bias, weight = ask_constants(bias, next_weight, n, n < N, N, MODE, NEXT, BIAS)
+        if CODES == 2:
+            first_scale = gl.load(scales + n)
+            second_scale = gl.load(scales + n + N) if GATED else first_scale
     if PDL:
         gdc_wait()
     x_at = x.to(gl.pointer_type(gl.int32)) + (first * (BLOCK // 2) + q * 4)[:, None] + e[None, :]
-    parts, before = n, n
     if NORM:
-        j = gl.arange(0, SQUARES, line)
+        j = gl.arange(0, SQUARES, every)
         parts = gl.load(squares_in + j, mask=j < tiles_in, other=0.0)
-    if MODE == 2:
-        before = gl.load(h + n, mask=in_n, other=0.0)
-    acc = gl.zeros([32 * WARPS, 4], gl.float32, lanes)
-    for i in gl.static_range(SHARE):
-        xs = _ask_inputs(x_at + i * (BLOCK // 2), CODES)
-        sums = _sums(w[i], xs, CODES, HALF)
-        if OFFSETS:
-            acc += _totals(xs, HALF) * gl.load(offsets + (half + i * 2) * 128 // GROUP * ROWS + row4)
-        acc += sums * s[i].to(gl.float32) if CODES == 4 else sums
-        if i + AHEAD < SHARE:
-            w += (_ask_words(at + (i + AHEAD) * STEP, SECOND * ROW),)  # type: ignore[assignment]
-            if CODES == 4:
-                s += (gl.load(scales + (half + (i + AHEAD) * 2) * 128 // GROUP * ROWS + row4),)  # type: ignore[assignment]
-    acc = gl.sum(gl.reshape(acc, [WARPS, 8, 4, 2, 2]), 4)
-    acc = gl.sum(gl.sum(acc, 2) * 0.25, 0)  # the four lanes of an output have the same
-    if GATED:
-        first_half, second_half = gl.split(acc)
-        y = gl.convert_layout(first_half, line)
-        u = gl.convert_layout(second_half, line)
-    else:
-        y = gl.convert_layout(gl.reshape(gl.permute(acc, (1, 0)), [16]), line)
-        u = y
-    if CODES == 2:
-        y *= first_scale
-        u *= second_scale
-    finish_row(
-        y, u, n, in_n, pid, first_bias, second_bias, weight, parts, before, eps, out, h, scaled, squares_out, None,
-        None, None, None, None, scale, WIDTH, BN, MODE, ACT, NORM, NEXT, BIAS, False,
-    )  # fmt: skip
+    turns = 1 if PER == 1 else (N // BN - pid + gl.num_programs(0) - 1) // gl.num_programs(0)
+    for turn in range(turns):
+        tile = pid + turn * gl.num_programs(0)
+        n = tile * BN + gl.arange(0, BN, line)
+        in_n = n < N
+        before = n
+        if MODE == 2:
+            before = gl.load(h + n, mask=in_n, other=0.0)
+        if PER > 1:
+            first_bias, second_bias, weight = ask_constants(bias, next_weight, n, in_n, N, MODE, NEXT, BIAS)
+            if CODES == 2:
+                first_scale = gl.load(scales + n)
+                second_scale = gl.load(scales + n + N) if GATED else first_scale
+        more = turn + 1 < turns
+        next_at = at + gl.num_programs(0) * (BN * ROW)
+        next_row4 = row4 + gl.num_programs(0) * BN
+        acc = gl.zeros([32 * WARPS, 4], gl.float32, lanes)
+        asked = w
+        beside = s
+        for i in gl.static_range(SHARE):
+            xs = _ask_inputs(x_at + i * (BLOCK // 2), CODES)
+            sums = _sums(asked[i], xs, CODES, HALF)
+            if OFFSETS:
+                these = (half + i * 2) * 128 // GROUP * ROWS + row4
+                acc += _totals(xs, HALF) * gl.load(offsets + these)
+            acc += sums * beside[i].to(gl.float32) if CODES == 4 else sums
+            if i + AHEAD < SHARE:
+                asked += (_ask_words(at + (i + AHEAD) * STEP, more, SECOND * ROW, False),)  # type: ignore[assignment]
+                if CODES == 4:
+                    beside += (gl.load(scales + (half + (i + AHEAD) * 2) * 128 // GROUP * ROWS + row4),)  # type: ignore[assignment]
+            elif PER > 1:
+                asked += (_ask_words(next_at + (i + AHEAD - SHARE) * STEP, more, SECOND * ROW, True),)  # type: ignore[assignment]
+                if CODES == 4:
+                    theirs = (half + (i + AHEAD - SHARE) * 2) * 128 // GROUP * ROWS + next_row4
+                    beside += (_ask_scales(scales + theirs, more, True),)  # type: ignore[assignment]
+        acc = gl.sum(gl.sum(gl.reshape(acc, [WARPS, 8, 4, 2, 2]), 4), 2) * 0.25  # four lanes of an output have the same
+        room.store(gl.reshape(acc if GATED else gl.permute(acc, (0, 2, 1)), [WARPS, 16]))
+        total = gl.sum(room.load(columns), 0)
+        if GATED:
+            first_half, second_half = gl.split(gl.reshape(total, [8, 2]))
+            y = gl.convert_layout(first_half, line)
+            u = gl.convert_layout(second_half, line)
+        else:
+            y = gl.convert_layout(total, line)
+            u = y
+        if NORM:
+            factor = gl.rsqrt(gl.sum(parts, 0) / WIDTH + eps)
+            y *= factor
+            u *= factor
+        if CODES == 2:
+            y *= first_scale
+            u *= second_scale
+        finish_row(
+            y, u, n, in_n, tile, first_bias, second_bias, weight, n, before, eps, out, h, scaled, squares_out, None,
+            None, None, None, None, scale, WIDTH, BN, MODE, ACT, False, NEXT, BIAS, False,
+        )  # fmt: skip
+        if PER > 1:
+            at = next_at
+            row4 = next_row4
+            next_w = ()
+            next_s = ()
+            for i in gl.static_range(AHEAD):
+                next_w += (asked[SHARE + i],)  # type: ignore[assignment]
+                if CODES == 4:
+                    next_s += (beside[SHARE + i],)  # type: ignore[assignment]
+            w = next_w
+            s = next_s
 
 
 def takes_row(weight: PackedWords | Float8Weight) -> bool:
@@ -233,7 +291,8 @@ def choose_row_tiling(weight: PackedWords | Float8Weight, mode: int) -> Tiling:
     if share > _MOST_BLOCKS:
         warps *= 2
         share //= 2
-    return Tiling(True, 8 if mode == 1 else 16, 1, warps, unroll=min(ahead, share), registers=registers)
+    tile = 8 if mode == 1 else 16
+    return Tiling(True, tile, 1, warps, stages=1, unroll=min(ahead, share), registers=registers)
 
 
 def launch_row(
@@ -245,9 +304,9 @@ def launch_row(
     const = {name: const[name] for name in ("N", "K", "WIDTH", "MODE", "ACT", "NORM", "NEXT", "BIAS", "PDL")}
     packed = isinstance(weight, PackedWords)
     words, offsets = (weight.words, weight.offsets) if isinstance(weight, PackedWords) else (weight.codes, None)
-    _row_kernel[(const["N"] // t.rows,)](
+    _row_kernel[(-(-const["N"] // t.rows // t.stages),)](
         x, words, weight.scales, offsets, *ends, squares, tiles, eps, h, next_weight, scaled, squares_out, scale,
         GROUP=weight.group if isinstance(weight, PackedWords) else 0, CODES=4 if packed else 2,
-        SQUARES=triton.next_power_of_2(max(tiles, 2)), AHEAD=t.unroll, OFFSETS=offsets is not None, num_warps=t.warps,
-        maxnreg=t.registers, **const, **extra,
+        SQUARES=triton.next_power_of_2(max(tiles, 32)), PER=t.stages, AHEAD=t.unroll, OFFSETS=offsets is not None,
+        num_warps=t.warps, maxnreg=t.registers, **const, **extra,
     )  # fmt: skip
