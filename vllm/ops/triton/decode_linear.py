@@ -374,15 +374,15 @@ def run_product(
     const |= {"ACT": -1 if p.act is None else KINDS[p.act], "NORM": norm, "NEXT": next_weight is not None}
     const |= {"BIAS": p.bias is not None, "PDL": pdl, "num_warps": t.warps}
     behind = (squares, tiles, eps, *rest, p.scale)
-    if t.whole and not t.vector and not isinstance(p.weight, Tensor):
-        from vllm.ops.triton.packed_few import launch_few
-
-        launch_few(rows, p.weight, (bias, to), parts, behind, s.rows, t, const, extra)
-        return
     if t.registers and not isinstance(p.weight, Tensor):
         from vllm.ops.triton.packed_row import launch_row
 
         launch_row(rows, p.weight, (bias, to), behind, t, const, extra)
+        return
+    if t.whole and not t.vector and not isinstance(p.weight, Tensor):
+        from vllm.ops.triton.packed_few import launch_few
+
+        launch_few(rows, p.weight, (bias, to), parts, behind, s.rows, t, const, extra)
         return
     if isinstance(p.weight, PackedWords):
         del const["BK"]

@@ -67,11 +67,12 @@ def _few_kernel(
     WIDTH: gl.constexpr, SQUARES: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, SPLIT: gl.constexpr,
     STAGES: gl.constexpr, MODE: gl.constexpr, ACT: gl.constexpr, NORM: gl.constexpr, NEXT: gl.constexpr,
     BIAS: gl.constexpr, PDL: gl.constexpr, X_LAYOUT: gl.constexpr, W_LAYOUT: gl.constexpr, ASM0: gl.constexpr,
-    ASM1: gl.constexpr, ASM2: gl.constexpr, ASM3: gl.constexpr, GROUPS: gl.constexpr, LATE: gl.constexpr,
+    ASM1: gl.constexpr, ASM2: gl.constexpr, ASM3: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """Grid (N / BN, SPLIT), of up to BM rows; four warps for 64 outputs. x: [K / 64, M, 64], words: [blocks * TILES, N, 64] or, of 8-bit floats,
-    [TILES, N, K / 2], both as descriptors. ASM: what makes numbers of each of the CODES in 16 bits. TILES: of outputs,
-    two of a gated product. GROUPS: at least the pieces of 128 inputs of a share, whose scales a program holds.
+    """Grid (N / BN, SPLIT), of up to BM rows; four warps for 64 outputs. x: [K / 64, M, 64], words: [blocks * TILES, N,
+    64] or, of 8-bit floats, [TILES, N, K / 2], both as descriptors. ASM: what makes numbers of each of the CODES in 16
+    bits. TILES: of outputs, two of a gated product. GROUPS: at least the pieces of 128 inputs of a share, whose scales
+    a program holds: loads in the loop would take as long as a block does.
     """
     BLOCKS: gl.constexpr = K // (64 * CODES)
     SHARE: gl.constexpr = (BLOCKS + SPLIT - 1) // SPLIT
@@ -94,7 +95,7 @@ def _few_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(there.index(i), count=1)
     fence_async_shared()
-    if PDL and not LATE:
+    if PDL:
         gdc_launch_dependents()
     for i in gl.static_range(STAGES):
         _ask_words(words, there, w_places, begin + i, pid, i, begin + i < end, CODES, TILES, BM, BN)
@@ -113,9 +114,7 @@ def _few_kernel(
         s_places = gl.allocate_shared_memory(
             scales.dtype.element_ty, [GROUPS, TILES * BN], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         )
-        ss = _view(
-            s_places, scales.dtype.element_ty, [GROUPS * TILES, BN], gl.SwizzledSharedLayout(1, 1, 1, [0])
-        )
+        ss = _view(s_places, scales.dtype.element_ty, [GROUPS * TILES, BN], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     else:
         first_scale = gl.load(scales + n)
         second_scale = gl.load(scales + N + n) if TILES == 2 else first_scale
@@ -177,8 +176,6 @@ def _few_kernel(
         ahead = b + STAGES
         _ask_words(words, there, w_places, ahead, pid, slot, ahead < end, CODES, TILES, BM, BN)
         _load_tile(x, [ahead * CODES, 0, 0], there.index(slot), x_places.index(slot), pred=ahead < end)
-    if PDL and LATE:
-        gdc_launch_dependents()
     if CODES == 2:
         acc *= gl.expand_dims(first_scale, 1)
         if TILES == 2:
@@ -242,14 +239,20 @@ def takes_few(rows: int, weight: PackedWords | Float8Weight, mode: int) -> bool:
 
 def choose_few_tiling(rows: int, weight: PackedWords | Float8Weight, mode: int) -> Tiling:
     """From times of whole steps on an H200 (`benchmarks/h200/tune_decode.py`, `h200_packed_rows.json`)."""
-    codes, pair = 4 if isinstance(weight, PackedWords) else 2, 2 if mode == 1 else 1
+    packed = isinstance(weight, PackedWords)
+    codes, pair = 4 if packed else 2, 2 if mode == 1 else 1
     depth, blocks, split = max(16, triton.next_power_of_2(rows)), weight.shape[1] // (64 * codes), 1
     tiles = weight.shape[0] // 64 // pair
-    while split < 4 and 2 * tiles * split <= _MOST_PROGRAMS and blocks >= 4 * split:
+    while split < 4 and 2 * tiles * split <= _MOST_PROGRAMS:
+        if blocks < (4 if not packed else 16 if tiles * split < 96 else 24) * split:
+            break
         split *= 2
     stage = pair * 8192 + depth * codes * 128
-    room = _MEMORY // -(-tiles * split // processors()) // stage  # for all programs at once
-    most = (2 if mode == 1 else 4) * 4 // codes
+    scales = (
+        0 if not packed else weight.scales.element_size() * 128 * pair * triton.next_power_of_2(-(-blocks // split))
+    )
+    room = (_MEMORY // -(-tiles * split // processors()) - scales) // stage  # for all programs at once
+    most = (4 if mode == 1 else 8) if not packed else 2 if mode == 1 else 6 if split <= 2 else 4
     return Tiling(False, 64, depth, 4, split, min(most, -(-blocks // split), max(2, room)), whole=True)
 
 
@@ -273,16 +276,19 @@ def launch_few(
         x, [k // 64, x.shape[0], 64], [64, k, 1], [codes, depth, 64], _layout([codes, depth, 64], kind)
     )
     weights = TensorDescriptor(
-        words, list(words.shape), list(words.stride()), [pair, t.rows, _WORDS],
+        words,
+        list(words.shape),
+        list(words.stride()),
+        [pair, t.rows, _WORDS],
         _layout([pair, t.rows, _WORDS], gl.int16),
     )
     share = -(-(k // (64 * codes)) // t.split)
     _few_kernel[(n // t.rows, t.split)](
         inputs, weights, weight.scales, *ends, *parts, squares, tiles, eps, h, next_weight, scaled, squares_out, scale,
         rows, GROUP=group, CODES=codes, SQUARES=triton.next_power_of_2(max(tiles, 8)), BM=depth, BN=t.rows,
-        SPLIT=t.split, STAGES=t.stages, X_LAYOUT=_layout([depth, 64], kind), W_LAYOUT=_layout([t.rows, _WORDS], gl.int16),
-        GROUPS=triton.next_power_of_2(2 * share), LATE=t.ahead > 0, num_warps=t.warps, **assemblies, **const, **extra,
-        **({"maxnreg": t.registers} if t.registers else {}),
+        SPLIT=t.split, STAGES=t.stages, X_LAYOUT=_layout([depth, 64], kind),
+        W_LAYOUT=_layout([t.rows, _WORDS], gl.int16), GROUPS=triton.next_power_of_2(2 * share), num_warps=t.warps,
+        **assemblies, **const, **extra,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ operands of two of them for each code. All columns of the right operand are the 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import triton
 from torch import Tensor
@@ -21,6 +21,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from vllm.ops.triton.decode_parts import Tiling, ask_constants, finish_row
 from vllm.ops.triton.float8 import Float8Weight
 from vllm.ops.triton.packed_linear import PackedWords
+
+if TYPE_CHECKING:
+    from vllm.ops.triton.packed_experts import PackedStack
 
 _MOST_BLOCKS = 16  # of a warp, whose loop over them is written out
 
@@ -82,28 +85,12 @@ def _constraints(registers):
 
 
 @gluon.jit
-def _ask_words(at, there, APART: gl.constexpr, MASKED: gl.constexpr):
-    """The words of a lane's two outputs, APART of each other, of a block. at: of the first one's. there: with MASKED,
-    whether there are any.
-    """
-    if MASKED:
-        found = (
-            gl.load(at, mask=there, other=0, eviction_policy="evict_first"),
-            gl.load(at + APART, mask=there, other=0, eviction_policy="evict_first"),
-            gl.load(at + 16, mask=there, other=0, eviction_policy="evict_first"),
-            gl.load(at + (APART + 16), mask=there, other=0, eviction_policy="evict_first"),
-        )
-    else:
-        found = (
-            gl.load(at, eviction_policy="evict_first"), gl.load(at + APART, eviction_policy="evict_first"),
-            gl.load(at + 16, eviction_policy="evict_first"), gl.load(at + (APART + 16), eviction_policy="evict_first"),
-        )  # fmt: skip
-    return found
-
-
-@gluon.jit
-def _ask_scales(at, there, MASKED: gl.constexpr):
-    return gl.load(at, mask=there, other=0.0) if MASKED else gl.load(at)
+def _ask_words(at, APART: gl.constexpr):
+    """The words of a lane's two outputs, APART of each other, of a block. at: of the first one's."""
+    return (
+        gl.load(at, eviction_policy="evict_first"), gl.load(at + APART, eviction_policy="evict_first"),
+        gl.load(at + 16, eviction_policy="evict_first"), gl.load(at + (APART + 16), eviction_policy="evict_first"),
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -140,10 +127,8 @@ def _row_kernel(
     scale: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, CODES: gl.constexpr,
     WIDTH: gl.constexpr, SQUARES: gl.constexpr, AHEAD: gl.constexpr, MODE: gl.constexpr, ACT: gl.constexpr,
     NORM: gl.constexpr, NEXT: gl.constexpr, BIAS: gl.constexpr, OFFSETS: gl.constexpr, PDL: gl.constexpr,
-    PER: gl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles / PER,); a tile is 16 outputs, of gated products 8. PER: tiles that a program takes one after the
-    other, so that the next one's words are under way while one is finished. AHEAD: blocks of which a warp has asked for the words. SQUARES: at
+    """Grid (N / 16,), of gated products (N / 8,). AHEAD: blocks of which a warp has asked for the words. SQUARES: at
     least the tiles of the norm in front. CODES: in 16 bits; 2 of 8-bit floats, whose scales are one for an output.
     """
     WARPS: gl.constexpr = gl.num_warps()
@@ -158,9 +143,6 @@ def _row_kernel(
     HALF: gl.constexpr = x.dtype.element_ty == gl.float16
     lanes: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
     line: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    every: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0]))  # each warp has all
-    columns: gl.constexpr = gl.BlockedLayout([WARPS, 2 if GATED else 1], [1, 32], [1, WARPS], [1, 0])
-    room = gl.allocate_shared_memory(gl.float32, [WARPS, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     pid = gl.program_id(0)
     thread = gl.arange(0, 32 * WARPS, gl.SliceLayout(1, lanes))
     e = gl.arange(0, 4, gl.SliceLayout(0, lanes))
@@ -175,88 +157,229 @@ def _row_kernel(
     w = ()
     s = ()
     for i in gl.static_range(AHEAD):
-        w += (_ask_words(at + i * STEP, pid >= 0, SECOND * ROW, False),)  # type: ignore[assignment]
+        w += (_ask_words(at + i * STEP, SECOND * ROW),)  # type: ignore[assignment]
         if CODES == 4:
             s += (gl.load(scales + (half + i * 2) * 128 // GROUP * ROWS + row4),)  # type: ignore[assignment]
     n = pid * BN + gl.arange(0, BN, line)
-    if PER == 1:
-        first_bias, second_bias, weight = ask_constants(bias, next_weight, n, n < N, N, MODE, NEXT, BIAS)
-        if CODES == 2:
-            first_scale = gl.load(scales + n)
-            second_scale = gl.load(scales + n + N) if GATED else first_scale
+    in_n = n < N
+    first_bias, second_bias, weight = ask_constants(bias, next_weight, n, in_n, N, MODE, NEXT, BIAS)
+    if CODES == 2:
+        first_scale = gl.load(scales + n)
+        second_scale = gl.load(scales + n + N) if GATED else first_scale
     if PDL:
         gdc_wait()
     x_at = x.to(gl.pointer_type(gl.int32)) + (first * (BLOCK // 2) + q * 4)[:, None] + e[None, :]
+    parts, before = n, n
     if NORM:
-        j = gl.arange(0, SQUARES, every)
+        j = gl.arange(0, SQUARES, line)
         parts = gl.load(squares_in + j, mask=j < tiles_in, other=0.0)
-    turns = 1 if PER == 1 else (N // BN - pid + gl.num_programs(0) - 1) // gl.num_programs(0)
-    for turn in range(turns):
-        tile = pid + turn * gl.num_programs(0)
-        n = tile * BN + gl.arange(0, BN, line)
-        in_n = n < N
-        before = n
-        if MODE == 2:
-            before = gl.load(h + n, mask=in_n, other=0.0)
-        if PER > 1:
-            first_bias, second_bias, weight = ask_constants(bias, next_weight, n, in_n, N, MODE, NEXT, BIAS)
-            if CODES == 2:
-                first_scale = gl.load(scales + n)
-                second_scale = gl.load(scales + n + N) if GATED else first_scale
-        more = turn + 1 < turns
-        next_at = at + gl.num_programs(0) * (BN * ROW)
-        next_row4 = row4 + gl.num_programs(0) * BN
-        acc = gl.zeros([32 * WARPS, 4], gl.float32, lanes)
-        asked = w
-        beside = s
-        for i in gl.static_range(SHARE):
-            xs = _ask_inputs(x_at + i * (BLOCK // 2), CODES)
-            sums = _sums(asked[i], xs, CODES, HALF)
-            if OFFSETS:
-                these = (half + i * 2) * 128 // GROUP * ROWS + row4
-                acc += _totals(xs, HALF) * gl.load(offsets + these)
-            acc += sums * beside[i].to(gl.float32) if CODES == 4 else sums
-            if i + AHEAD < SHARE:
-                asked += (_ask_words(at + (i + AHEAD) * STEP, more, SECOND * ROW, False),)  # type: ignore[assignment]
-                if CODES == 4:
-                    beside += (gl.load(scales + (half + (i + AHEAD) * 2) * 128 // GROUP * ROWS + row4),)  # type: ignore[assignment]
-            elif PER > 1:
-                asked += (_ask_words(next_at + (i + AHEAD - SHARE) * STEP, more, SECOND * ROW, True),)  # type: ignore[assignment]
-                if CODES == 4:
-                    theirs = (half + (i + AHEAD - SHARE) * 2) * 128 // GROUP * ROWS + next_row4
-                    beside += (_ask_scales(scales + theirs, more, True),)  # type: ignore[assignment]
-        acc = gl.sum(gl.sum(gl.reshape(acc, [WARPS, 8, 4, 2, 2]), 4), 2) * 0.25  # four lanes of an output have the same
-        room.store(gl.reshape(acc if GATED else gl.permute(acc, (0, 2, 1)), [WARPS, 16]))
-        total = gl.sum(room.load(columns), 0)
-        if GATED:
-            first_half, second_half = gl.split(gl.reshape(total, [8, 2]))
-            y = gl.convert_layout(first_half, line)
-            u = gl.convert_layout(second_half, line)
-        else:
-            y = gl.convert_layout(total, line)
-            u = y
-        if NORM:
-            factor = gl.rsqrt(gl.sum(parts, 0) / WIDTH + eps)
-            y *= factor
-            u *= factor
-        if CODES == 2:
-            y *= first_scale
-            u *= second_scale
-        finish_row(
-            y, u, n, in_n, tile, first_bias, second_bias, weight, n, before, eps, out, h, scaled, squares_out, None,
-            None, None, None, None, scale, WIDTH, BN, MODE, ACT, False, NEXT, BIAS, False,
-        )  # fmt: skip
-        if PER > 1:
-            at = next_at
-            row4 = next_row4
-            next_w = ()
-            next_s = ()
-            for i in gl.static_range(AHEAD):
-                next_w += (asked[SHARE + i],)  # type: ignore[assignment]
-                if CODES == 4:
-                    next_s += (beside[SHARE + i],)  # type: ignore[assignment]
-            w = next_w
-            s = next_s
+    if MODE == 2:
+        before = gl.load(h + n, mask=in_n, other=0.0)
+    acc = gl.zeros([32 * WARPS, 4], gl.float32, lanes)
+    for i in gl.static_range(SHARE):
+        xs = _ask_inputs(x_at + i * (BLOCK // 2), CODES)
+        sums = _sums(w[i], xs, CODES, HALF)
+        if OFFSETS:
+            acc += _totals(xs, HALF) * gl.load(offsets + (half + i * 2) * 128 // GROUP * ROWS + row4)
+        acc += sums * s[i].to(gl.float32) if CODES == 4 else sums
+        if i + AHEAD < SHARE:
+            w += (_ask_words(at + (i + AHEAD) * STEP, SECOND * ROW),)  # type: ignore[assignment]
+            if CODES == 4:
+                s += (gl.load(scales + (half + (i + AHEAD) * 2) * 128 // GROUP * ROWS + row4),)  # type: ignore[assignment]
+    acc = gl.sum(gl.reshape(acc, [WARPS, 8, 4, 2, 2]), 4)
+    acc = gl.sum(gl.sum(acc, 2) * 0.25, 0)  # the four lanes of an output have the same
+    if GATED:
+        first_half, second_half = gl.split(acc)
+        y = gl.convert_layout(first_half, line)
+        u = gl.convert_layout(second_half, line)
+    else:
+        y = gl.convert_layout(gl.reshape(gl.permute(acc, (1, 0)), [16]), line)
+        u = y
+    if CODES == 2:
+        y *= first_scale
+        u *= second_scale
+    finish_row(
+        y, u, n, in_n, pid, first_bias, second_bias, weight, parts, before, eps, out, h, scaled, squares_out, None,
+        None, None, None, None, scale, WIDTH, BN, MODE, ACT, NORM, NEXT, BIAS, False,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _ask_chosen(
+    words, scales, offsets, experts, weights, i, choice, first, inside, row4, half, EACH: gl.constexpr,
+    GROUP: gl.constexpr, GROUPS: gl.constexpr, ROWS: gl.constexpr, GATED: gl.constexpr, OFFSETS: gl.constexpr,
+    SECOND: gl.constexpr,
+):  # fmt: skip
+    """Words, factors and offsets of a warp's block number i: of the expert that is the program's choice or, of second
+    products, the choice that the block belongs to, whose weight is in the factors.
+    """
+    BLOCKS: gl.constexpr = EACH // 256
+    block = first + i
+    if not GATED:
+        choice = block // BLOCKS
+        block = block % BLOCKS
+    expert = gl.load(experts + choice).to(gl.int64)
+    found = _ask_words(words + (((expert * BLOCKS + block) * (ROWS * 32))[:, None] + inside), SECOND * 32)
+    group = (expert * GROUPS)[:, None] if not GATED else expert * GROUPS
+    at = (group + ((block * 2)[:, None] + half) * 128 // GROUP) * ROWS + row4
+    factor = gl.load(scales + at).to(gl.float32)
+    more = factor
+    if OFFSETS:
+        more = gl.load(offsets + at)
+    if not GATED:
+        weight = gl.load(weights + choice)[:, None]
+        factor *= weight
+        more *= weight
+    return found, factor, more
+
+
+@gluon.jit(do_not_specialize=["tiles_in"])
+def _chosen_kernel(
+    x, words, scales, offsets, experts, weights, out, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out,
+    scale: gl.constexpr, N: gl.constexpr, EACH: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
+    TOP_K: gl.constexpr, SQUARES: gl.constexpr, AHEAD: gl.constexpr, MODE: gl.constexpr, ACT: gl.constexpr,
+    NORM: gl.constexpr, NEXT: gl.constexpr, OFFSETS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """`_row_kernel` of 4 bits for the experts of one row. Gated, grid (N / 8, TOP_K): the first products, of EACH
+    inputs, one choice behind the other. Else, grid (N / 16,): the sum of the second ones, whose inputs lie so.
+    """
+    WARPS: gl.constexpr = gl.num_warps()
+    GATED: gl.constexpr = MODE == 1
+    SHARE: gl.constexpr = (EACH if GATED else TOP_K * EACH) // 256 // WARPS
+    ROWS: gl.constexpr = 2 * N if GATED else N
+    BN: gl.constexpr = 8 if GATED else 16
+    SECOND: gl.constexpr = N if GATED else 8
+    HALF: gl.constexpr = x.dtype.element_ty == gl.float16
+    lanes: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    pid = gl.program_id(0)
+    choice = gl.program_id(1)
+    thread = gl.arange(0, 32 * WARPS, gl.SliceLayout(1, lanes))
+    e = gl.arange(0, 4, gl.SliceLayout(0, lanes))
+    q = thread % 4
+    row = pid * BN + thread // 4 % 8
+    first = thread // 32 * SHARE
+    if PDL:
+        gdc_launch_dependents()
+    inside = (row * 32 + q * 4)[:, None] + e[None, :]
+    row4 = row[:, None] + (e // 2 * SECOND)[None, :]
+    half = (e % 2)[None, :]
+    n = pid * BN + gl.arange(0, BN, line)
+    in_n = n < N
+    first_bias, second_bias, weight = ask_constants(None, next_weight, n, in_n, N, MODE, NEXT, False)
+    if PDL:
+        gdc_wait()
+    words = words.to(gl.pointer_type(gl.int32))
+    asked = ()
+    for i in gl.static_range(AHEAD):
+        asked += (
+            _ask_chosen(
+                words,
+                scales,
+                offsets,
+                experts,
+                weights,
+                i,
+                choice,
+                first,
+                inside,
+                row4,
+                half,
+                EACH,
+                GROUP,
+                GROUPS,
+                ROWS,
+                GATED,
+                OFFSETS,
+                SECOND,
+            ),
+        )  # type: ignore[assignment]
+    x_at = x.to(gl.pointer_type(gl.int32)) + (first * 128 + q * 4)[:, None] + e[None, :]
+    parts, before = n, n
+    if NORM:
+        j = gl.arange(0, SQUARES, line)
+        parts = gl.load(squares_in + j, mask=j < tiles_in, other=0.0)
+    if MODE == 2:
+        before = gl.load(h + n, mask=in_n, other=0.0)
+    acc = gl.zeros([32 * WARPS, 4], gl.float32, lanes)
+    for i in gl.static_range(SHARE):
+        xs = _ask_inputs(x_at + i * 128, 4)
+        acc += _sums(asked[i][0], xs, 4, HALF) * asked[i][1]
+        if OFFSETS:
+            acc += _totals(xs, HALF) * asked[i][2]
+        if i + AHEAD < SHARE:
+            asked += (
+                _ask_chosen(
+                    words,
+                    scales,
+                    offsets,
+                    experts,
+                    weights,
+                    i + AHEAD,
+                    choice,
+                    first,
+                    inside,
+                    row4,
+                    half,
+                    EACH,
+                    GROUP,
+                    GROUPS,
+                    ROWS,
+                    GATED,
+                    OFFSETS,
+                    SECOND,
+                ),
+            )  # type: ignore[assignment]
+    acc = gl.sum(gl.reshape(acc, [WARPS, 8, 4, 2, 2]), 4)
+    acc = gl.sum(gl.sum(acc, 2) * 0.25, 0)  # the four lanes of an output have the same
+    if GATED:
+        first_half, second_half = gl.split(acc)
+        y = gl.convert_layout(first_half, line)
+        u = gl.convert_layout(second_half, line)
+        out += choice * N
+    else:
+        y = gl.convert_layout(gl.reshape(gl.permute(acc, (1, 0)), [16]), line)
+        u = y
+    finish_row(
+        y, u, n, in_n, pid, first_bias, second_bias, weight, parts, before, eps, out, h, scaled, squares_out, None,
+        None, None, None, None, scale, EACH, BN, MODE, ACT, NORM, NEXT, False, False,
+    )  # fmt: skip
+
+
+def takes_chosen(weight: PackedStack, top_k: int) -> bool:
+    """Whether the kernel multiplies by the weights of so many experts at once; top_k: 1 of first products."""
+    fitting = weight.format == "int4" and weight.words.shape[3] == 64 and weight.group % 128 == 0
+    if not fitting or weight.shape[2] % 256 or weight.shape[1] % 16:
+        return False
+    blocks = top_k * (weight.shape[2] // 256)
+    return blocks // math.gcd(blocks, 8) <= _MOST_BLOCKS
+
+
+def launch_chosen(
+    x: Tensor, norm: tuple[Tensor, int, float] | None, weight: PackedStack, act: int, experts: Tensor,
+    weights: Tensor | None, out: Tensor | None, stream: tuple[Tensor | None, ...], scale: float, pdl: bool,
+) -> int:  # fmt: skip
+    """The first products of chosen experts or, with `weights`, the sum of the second ones. Returns how many parts the
+    squares have. act: of `activation.KINDS`.   stream: h, the next norm's weight or None, scaled and squares.
+    """
+    gated, top_k = weights is None, len(experts)
+    n, k = weight.shape[1] // (2 if gated else 1), weight.shape[2]
+    blocks = k // 256 * (1 if gated else top_k)
+    warps = math.gcd(blocks, 4 if gated else 8)
+    if blocks // warps > _MOST_BLOCKS:
+        warps = math.gcd(blocks, 8)
+    squares, tiles, eps = (None, 1, 0.0) if norm is None else norm
+    programs = n // (8 if gated else 16)
+    mode = 1 if gated else 2 if out is None else 0
+    _chosen_kernel[(programs, top_k if gated else 1)](
+        x, weight.words, weight.scales, weight.offsets, experts, weights, out, squares, tiles, eps,
+        *(stream if mode == 2 else (None,) * 4), scale, N=n, EACH=k, GROUP=weight.group, GROUPS=weight.scales.shape[1],
+        TOP_K=top_k, SQUARES=triton.next_power_of_2(max(tiles, 2)), AHEAD=min(2, blocks // warps), MODE=mode,
+        ACT=act if gated else -1, NORM=norm is not None, NEXT=mode == 2 and stream[1] is not None,
+        OFFSETS=weight.offsets is not None, PDL=pdl, num_warps=warps, maxnreg=96 if gated else 128,
+        **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+    return programs
 
 
 def takes_row(weight: PackedWords | Float8Weight) -> bool:
@@ -291,8 +414,7 @@ def choose_row_tiling(weight: PackedWords | Float8Weight, mode: int) -> Tiling:
     if share > _MOST_BLOCKS:
         warps *= 2
         share //= 2
-    tile = 8 if mode == 1 else 16
-    return Tiling(True, tile, 1, warps, stages=1, unroll=min(ahead, share), registers=registers)
+    return Tiling(True, 8 if mode == 1 else 16, 1, warps, unroll=min(ahead, share), registers=registers)
 
 
 def launch_row(
@@ -304,9 +426,9 @@ def launch_row(
     const = {name: const[name] for name in ("N", "K", "WIDTH", "MODE", "ACT", "NORM", "NEXT", "BIAS", "PDL")}
     packed = isinstance(weight, PackedWords)
     words, offsets = (weight.words, weight.offsets) if isinstance(weight, PackedWords) else (weight.codes, None)
-    _row_kernel[(-(-const["N"] // t.rows // t.stages),)](
+    _row_kernel[(const["N"] // t.rows,)](
         x, words, weight.scales, offsets, *ends, squares, tiles, eps, h, next_weight, scaled, squares_out, scale,
         GROUP=weight.group if isinstance(weight, PackedWords) else 0, CODES=4 if packed else 2,
-        SQUARES=triton.next_power_of_2(max(tiles, 32)), PER=t.stages, AHEAD=t.unroll, OFFSETS=offsets is not None,
-        num_warps=t.warps, maxnreg=t.registers, **const, **extra,
+        SQUARES=triton.next_power_of_2(max(tiles, 2)), AHEAD=t.unroll, OFFSETS=offsets is not None, num_warps=t.warps,
+        maxnreg=t.registers, **const, **extra,
     )  # fmt: skip
