@@ -238,7 +238,9 @@ def takes_few(rows: int, weight: PackedWords | Float8Weight, mode: int) -> bool:
 
 
 def choose_few_tiling(rows: int, weight: PackedWords | Float8Weight, mode: int) -> Tiling:
-    """From times of whole steps on an H200 (`benchmarks/h200/tune_decode.py`, `h200_packed_rows.json`)."""
+    """From times of whole steps (`benchmarks/h200/tune_decode.py`) on an H200, `h200_packed_rows.json`, and, of shares
+    and stages with 4 bits, on an H100, `h100_packed_steps.json`.
+    """
     packed = isinstance(weight, PackedWords)
     codes, pair = 4 if packed else 2, 2 if mode == 1 else 1
     depth, blocks, split = max(16, triton.next_power_of_2(rows)), weight.shape[1] // (64 * codes), 1

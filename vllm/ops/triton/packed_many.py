@@ -180,7 +180,9 @@ def takes(weight: PackedWords, dtype: torch.dtype) -> bool:
 
 
 def choose_many_tiling(rows: int, outputs: int, inputs: int) -> ManyTiling:
-    """The tiling for up to 256 rows, from times on an H200 (`h200_packed_many.json`). outputs: of both halves."""
+    """The tiling for up to 256 rows, from times on an H200 and an H100 (`h200_packed_many.json`,
+    `h100_packed_steps.json`).
+    """
     tiles = outputs // 128 * -(-rows // 128)
     if outputs % 128 == 0 and 2 * tiles <= processors() and inputs >= 2048:  # several programs share the inputs
         split = 2 if 4 * tiles > processors() or inputs < 4096 else 4

@@ -376,7 +376,8 @@ def launch_chosen(
         *(stream if mode == 2 else (None,) * 4), scale, N=n, EACH=k, GROUP=weight.group, GROUPS=weight.scales.shape[1],
         TOP_K=top_k, SQUARES=triton.next_power_of_2(max(tiles, 2)), AHEAD=min(3, blocks // warps), MODE=mode,
         ACT=act if gated else -1, NORM=norm is not None, NEXT=mode == 2 and stream[1] is not None,
-        OFFSETS=weight.offsets is not None, PDL=pdl, num_warps=warps, maxnreg=128, **({"launch_pdl": True} if pdl else {}),
+        OFFSETS=weight.offsets is not None, PDL=pdl, num_warps=warps, maxnreg=128,
+        **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return programs
 
