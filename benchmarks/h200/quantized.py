@@ -123,10 +123,11 @@ def hopper_tilings(rows: int, weight: PackedWords | Float8Weight, mode: int) -> 
         return []
     tiles = weight.shape[0] // 64 // (2 if gated else 1)
     return [
-        Tiling(False, 64, max(16, triton.next_power_of_2(rows)), 4, split, stages, whole=True)
+        Tiling(False, outputs, max(16, triton.next_power_of_2(rows)), outputs // 16, split, stages, whole=True)
+        for outputs in (64, 128)
         for split in (1, 2, 4, 8)
         for stages in (2, 3, 4, 6)
-        if split == 1 or tiles * split < 700
+        if tiles * 64 % outputs == 0 and (split == 1 or tiles * split < 700)
     ]
 
 

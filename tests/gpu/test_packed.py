@@ -23,7 +23,7 @@ from vllm.ops.triton.float8 import Float8Weight
 from vllm.ops.triton.packed_experts import pack_experts
 from vllm.ops.triton.packed_linear import PackedWords, WidePacked, dequantize, wide_packed_product
 from vllm.ops.triton.packed_many import ManyTiling, many_rows_product, takes
-from vllm.ops.triton.quantized import multiply, pack
+from vllm.ops.triton.quantized import gated_rows, multiply, pack
 
 KINDS = {
     "int4": lambda w: round_to_groups(w, 4, 128),
@@ -97,6 +97,18 @@ def test_what_follows_a_product_with_plain_weights_on_hopper(rows, dtype):
     check_what_follows(lambda w: w.dequantize().to(dtype), "float8", rows, dtype, choose)
 
 
+@pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="cut for Hopper GPUs")
+@pytest.mark.parametrize("tiling", [(64, 4, 2, 3), (64, 4, 4, 2), (128, 8, 4, 2), (128, 8, 2, 3)], ids=str)
+@pytest.mark.parametrize("kind", ["int4", "int4 by 256", "float8"])
+def test_shares_of_several_rows_on_hopper(kind, tiling):
+    outputs, warps, split, stages = tiling
+
+    def choose(weight, mode):
+        return Tiling(False, outputs, 32, warps, 1 if mode == GATED else split, stages, whole=True)
+
+    check_what_follows(lambda w: pack(w, torch.bfloat16), kind, 20, torch.bfloat16, choose)
+
+
 def check_what_follows(packs, kind, rows, dtype, choose):
     """Gate and up, then down with the residual stream and the next norm, against fp32. choose: (weight, mode) ->
     tiling.
@@ -155,11 +167,31 @@ def test_products_of_many_rows_on_hopper(dtype):
     weight = round_to_groups(torch.randn(1536, 1024, device="cuda"), 4, 128)
     numbers, packed = weight.dequantize(), PackedWords(weight)
     assert takes(packed, dtype)
-    for tiling in (None, ManyTiling(256, 128, 8), ManyTiling(256, 64, 4), ManyTiling(128, 64, 4)):
+    arrived = torch.zeros(64, dtype=torch.int32, device="cuda")
+    for tiling in (
+        None, ManyTiling(256, 128, 8), ManyTiling(256, 64, 4), ManyTiling(128, 64, 4), ManyTiling(128, 128, 8, split=2),
+        ManyTiling(128, 64, 4, split=4),
+    ):  # fmt: skip
         for rows in (1, 65, 200, 256, 300):
             x = torch.randn(rows, 1024, device="cuda", dtype=dtype)
-            found = many_rows_product(x, packed, dtype, tiling)
+            found = many_rows_product(x, packed, dtype, tiling, arrived=arrived, pdl=rows > 200)
             assert error(found, x.float() @ numbers.T) < TOLERANCE[dtype], (rows, tiling)
+    assert not arrived.any()
+
+
+@pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="cut for Hopper GPUs")
+@pytest.mark.parametrize("act", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_gated_products_of_many_rows_on_hopper(dtype, act):
+    weight = round_to_groups(torch.randn(1536, 1024, device="cuda") / 32, 4, 128)
+    numbers, packed = weight.dequantize(), PackedWords(weight)
+    for rows in (65, 200, 256):
+        x = torch.randn(rows, 1024, device="cuda", dtype=dtype)
+        out = torch.full((rows, 768), float("nan")).cuda().to(dtype)
+        assert gated_rows(x, packed, act, out, pdl=rows > 200)
+        gate, up = (x.float() @ numbers.T).chunk(2, 1)
+        want = (F.silu(gate) if act == "silu" else F.gelu(gate, approximate="tanh")) * up
+        assert error(out, want) < 2 * TOLERANCE[dtype], rows
 
 
 def float8(kind, n, k, inputs=None):
@@ -230,5 +262,11 @@ def test_experts(kind, dtype):
             room = ChosenExperts.of(experts, top_k, top_k * inner, dtype, x.device, packed[1])
             choose_by_logits(logits, room, True, True)
             rise(x, packed[0], None, "silu", room, True)
-            fall(packed[1], None, room, s, pdl=True)
+            norm = torch.rand(hidden, device="cuda", dtype=dtype)
+            parts = fall(packed[1], None, room, s, next_weight=norm, pdl=True)
             assert error(s.h, x.float() + want) < 3 * TOLERANCE[dtype]
+            assert error(s.scaled, s.h.float() * norm.float()) < TOLERANCE[dtype]
+            assert error(s.squares[0, :parts].sum(), s.h.float().square().sum()) < 1e-4
+            out = torch.empty_like(x)
+            fall(packed[1], None, room, s, out, pdl=True)
+            assert error(out, want) < 3 * TOLERANCE[dtype]

@@ -64,7 +64,7 @@ from vllm.ops.triton.float8 import Float8Weight, Rounded, round_rows, rounded_pr
 from vllm.ops.triton.moe import routed_mlp, sum_chosen
 from vllm.ops.triton.packed_experts import PackedStack
 from vllm.ops.triton.packed_linear import PackedWords
-from vllm.ops.triton.quantized import many_rows
+from vllm.ops.triton.quantized import gated_rows, many_rows
 from vllm.ops.triton.wide_linear import (
     WideTiling,
     argmax_product,
@@ -536,7 +536,13 @@ class DecodeProgram:
         if p.mode == GATED and p.act is not None and wide is not None and isinstance(weight, Tensor):
             gated_product(x, weight, out, p.act, wide, pdl=self._pdl)
             return out
-        y: Tensor = linear(x, weight, p.bias) if isinstance(weight, Tensor) else many_rows(x, weight, p.bias, x.dtype)
+        if p.mode == GATED and p.act is not None and p.bias is None and p.change is None:  # noqa: SIM102
+            if gated_rows(x, weight, p.act, out, self._pdl):
+                return out
+        if isinstance(weight, Tensor):
+            y: Tensor = linear(x, weight, p.bias)
+        else:
+            y = many_rows(x, weight, p.bias, x.dtype, self._stream.arrived, self._pdl)
         if p.change is not None:
             _add_change(p.change, y, x)
         return self._activated(p, y, reader)

@@ -529,10 +529,9 @@ def fall(
         if room.shares is None:
             raise RuntimeError("Packed experts need room for their shares.")
         stream = (s.h, s.scaled, s.squares)
-        packed_experts.fall(
+        return packed_experts.fall(
             room.activated, down, room.experts, room.weights, room.shares, out, stream, scale, next_weight, pdl
         )
-        return packed_experts.fall_tiles(down.shape[1])
     hidden, inter, top_k = down.shape[1], down.shape[2], len(room.experts)
     width = 0 if shared is None else shared.shape[1]
     outputs, depth, warps, fold = _FALL_WHOLE if width == 0 and top_k * inter <= _FALL_WHOLE[1] else _FALL

@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from vllm.ops.quantized_weights import GroupedWeight
 from vllm.ops.triton.activation import KINDS, gated
-from vllm.ops.triton.decode_parts import finish_rows, inverse_rms, leave_share, take_shares
+from vllm.ops.triton.decode_parts import finish_rows, has_warp_roles, inverse_rms, leave_share, take_shares
 from vllm.ops.triton.packed_linear import (
     ASSEMBLY,
     FORMATS,
@@ -279,6 +279,12 @@ def rise(
 
     experts: [top_k] int32.   out: [top_k * inter].
     """
+    if ASSEMBLY and x.dtype != torch.float32 and has_warp_roles():
+        from vllm.ops.triton import packed_row  # whose language not every Triton has
+
+        if packed_row.takes_chosen(w, 1):
+            packed_row.launch_chosen(x, norm, w, KINDS[act], experts, None, out, (None,) * 4, 1.0, pdl)
+            return
     inter = w.shape[1] // 2
     width, slices, stages = _RISE_WIDE if inter >= 8192 else _RISE
     squares, tiles, eps = (x, 1, 0.0) if norm is None else norm
@@ -315,10 +321,16 @@ def fall_room(w: PackedStack, top_k: int) -> tuple[Tensor, Tensor]:
 def fall(
     x: Tensor, w: PackedStack, experts: Tensor, weights: Tensor, room: tuple[Tensor, Tensor], out: Tensor | None,
     stream: tuple[Tensor, Tensor, Tensor], scale: float, next_weight: Tensor | None, pdl: bool,
-) -> None:  # fmt: skip
+) -> int:  # fmt: skip
     """The second products of one row, as `decode_experts.fall`. x: [top_k * inter].   stream: h, scaled and squares."""
     h, scaled, squares = stream
     top_k, hidden = len(experts), w.shape[1]
+    if ASSEMBLY and x.dtype != torch.float32 and has_warp_roles():
+        from vllm.ops.triton import packed_row  # whose language not every Triton has
+
+        if packed_row.takes_chosen(w, top_k):
+            behind = (h, None, None, None) if next_weight is None else (h, next_weight, scaled, squares)
+            return packed_row.launch_chosen(x, None, w, -1, experts, weights, out, behind, scale, pdl)
     width, slices, stages = _fall_cut(hidden)
     _fall_kernel[(fall_tiles(hidden), top_k * _shares(w, top_k))](
         x, w.words, w.scales, w.scales if w.offsets is None else w.offsets, experts, weights, *room,
@@ -327,3 +339,4 @@ def fall(
         MODE=2 if out is None else 0, NEXT=next_weight is not None, PDL=pdl, num_warps=slices,
         **_constants(w, x.dtype), **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
+    return fall_tiles(hidden)

@@ -26,7 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from vllm.ops.triton.activation import apply_activation
-from vllm.ops.triton.decode_parts import Tiling, processors
+from vllm.ops.triton.decode_parts import Tiling, ask_constants, processors
 from vllm.ops.triton.float8 import Float8Weight
 from vllm.ops.triton.packed_linear import PackedWords, number_assembly
 
@@ -41,10 +41,13 @@ _view = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_m
 
 
 @gluon.jit
-def _ask_words(words, there, ws, block, pid, slot, pred, CODES: gl.constexpr, TILES: gl.constexpr, BM: gl.constexpr):
+def _ask_words(
+    words, there, ws, block, pid, slot, pred, CODES: gl.constexpr, TILES: gl.constexpr, BM: gl.constexpr,
+    BN: gl.constexpr,
+):  # fmt: skip
     """A block's words, to their place. The barrier waits for its inputs, too."""
-    mbarrier.expect(there.index(slot), TILES * 64 * 128 + BM * CODES * 128, pred=pred)
-    at = [block * TILES, pid * 64, 0] if CODES == 4 else [0, pid * 64, block * 64]
+    mbarrier.expect(there.index(slot), TILES * BN * 128 + BM * CODES * 128, pred=pred)
+    at = [block * TILES, pid * BN, 0] if CODES == 4 else [0, pid * BN, block * 64]
     _load_tile(words, at, there.index(slot), ws.index(slot), pred=pred)
 
 
@@ -61,14 +64,15 @@ def _numbers(words, ASM: gl.constexpr, HALF: gl.constexpr):
 def _few_kernel(
     x, words, scales, bias, out, part, arrived, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out,
     scale: gl.constexpr, M, N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, CODES: gl.constexpr,
-    WIDTH: gl.constexpr, SQUARES: gl.constexpr, BM: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
-    MODE: gl.constexpr, ACT: gl.constexpr, NORM: gl.constexpr, NEXT: gl.constexpr, BIAS: gl.constexpr,
-    PDL: gl.constexpr, X_LAYOUT: gl.constexpr, W_LAYOUT: gl.constexpr, ASM0: gl.constexpr, ASM1: gl.constexpr,
-    ASM2: gl.constexpr, ASM3: gl.constexpr,
+    WIDTH: gl.constexpr, SQUARES: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, SPLIT: gl.constexpr,
+    STAGES: gl.constexpr, MODE: gl.constexpr, ACT: gl.constexpr, NORM: gl.constexpr, NEXT: gl.constexpr,
+    BIAS: gl.constexpr, PDL: gl.constexpr, X_LAYOUT: gl.constexpr, W_LAYOUT: gl.constexpr, ASM0: gl.constexpr,
+    ASM1: gl.constexpr, ASM2: gl.constexpr, ASM3: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """Grid (N / 64, SPLIT), of up to BM rows. x: [K / 64, M, 64], words: [blocks * TILES, N, 64] or, of 8-bit floats,
-    [TILES, N, K / 2], both as descriptors. ASM: what makes numbers of each of the CODES in 16 bits. TILES: of outputs,
-    two of a gated product.
+    """Grid (N / BN, SPLIT), of up to BM rows; four warps for 64 outputs. x: [K / 64, M, 64], words: [blocks * TILES, N,
+    64] or, of 8-bit floats, [TILES, N, K / 2], both as descriptors. ASM: what makes numbers of each of the CODES in 16
+    bits. TILES: of outputs, two of a gated product. GROUPS: at least the pieces of 128 inputs of a share, whose scales
+    a program holds: loads in the loop would take as long as a block does.
     """
     BLOCKS: gl.constexpr = K // (64 * CODES)
     SHARE: gl.constexpr = (BLOCKS + SPLIT - 1) // SPLIT
@@ -84,9 +88,9 @@ def _few_kernel(
     begin = share * SHARE
     end = gl.minimum(begin + SHARE, BLOCKS)
     x_places = gl.allocate_shared_memory(dtype, [STAGES, CODES, BM, 64], x.layout)
-    w_places = gl.allocate_shared_memory(gl.int16, [STAGES, TILES, 64, 64], words.layout)
+    w_places = gl.allocate_shared_memory(gl.int16, [STAGES, TILES, BN, 64], words.layout)
     xs = _view(x_places, dtype, [STAGES * CODES, BM, 64], X_LAYOUT)
-    ws = _view(w_places, gl.int16, [STAGES * TILES, 64, 64], W_LAYOUT)
+    ws = _view(w_places, gl.int16, [STAGES * TILES, BN, 64], W_LAYOUT)
     there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(there.index(i), count=1)
@@ -94,32 +98,48 @@ def _few_kernel(
     if PDL:
         gdc_launch_dependents()
     for i in gl.static_range(STAGES):
-        _ask_words(words, there, w_places, begin + i, pid, i, begin + i < end, CODES, TILES, BM)
-    n = pid * 64 + gl.arange(0, 64, gl.SliceLayout(1, mma))
+        _ask_words(words, there, w_places, begin + i, pid, i, begin + i < end, CODES, TILES, BM, BN)
+    n = pid * BN + gl.arange(0, BN, gl.SliceLayout(1, mma))
     m = gl.arange(0, BM, gl.SliceLayout(0, mma))
-    row_scales = scales + n
-    soon = gl.minimum(begin, BLOCKS - 1) * 256
-    s = ()
-    for t in gl.static_range(TILES):
-        for g in gl.static_range(CODES // 2):
-            group = (soon + g * 128) // GROUP if CODES == 4 else 0
-            s += (gl.load(row_scales + t * N + group * ROWS),)  # type: ignore[assignment]
+    keep = (m < M)[None, :]
+    at = m[None, :] * N + n[:, None]
+    first_bias, second_bias, weight = ask_constants(bias, next_weight, n, n < N, N, MODE, NEXT, BIAS)
+    flat: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
+    if CODES == 4:
+        g = begin * 2 + gl.arange(0, GROUPS, gl.SliceLayout(1, flat))
+        c = gl.arange(0, TILES * BN, gl.SliceLayout(0, flat))
+        listed = (g < 2 * BLOCKS)[:, None] & (c >= 0)[None, :]
+        column = pid * BN + c % BN + c // BN * N
+        asked = gl.load(scales + (g * 128 // GROUP * ROWS)[:, None] + column[None, :], mask=listed, other=0.0)
+        s_places = gl.allocate_shared_memory(
+            scales.dtype.element_ty, [GROUPS, TILES * BN], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        )
+        ss = _view(s_places, scales.dtype.element_ty, [GROUPS * TILES, BN], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    else:
+        first_scale = gl.load(scales + n)
+        second_scale = gl.load(scales + N + n) if TILES == 2 else first_scale
     if PDL:
         gdc_wait()
     for i in gl.static_range(STAGES):
         _load_tile(x, [(begin + i) * CODES, 0, 0], there.index(i), x_places.index(i), pred=begin + i < end)
-    acc = gl.zeros([64, BM], gl.float32, mma)
+    if NORM:
+        wide: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
+        p = gl.arange(0, BM, gl.SliceLayout(1, wide))
+        j = gl.arange(0, SQUARES, gl.SliceLayout(0, wide))
+        parts = gl.load(
+            squares_in + p[:, None] * tiles_in + j[None, :], mask=(p < M)[:, None] & (j < tiles_in)[None, :], other=0.0
+        )
+    if CODES == 4:
+        s_places.store(asked)
+        _barrier()
+    if NORM:
+        rstd = gl.convert_layout(gl.rsqrt(gl.sum(parts, 1) / WIDTH + eps), gl.SliceLayout(0, mma))
+    acc = gl.zeros([BN, BM], gl.float32, mma)
     up = acc
     zero = acc
     for b in range(begin, end):
         slot = (b - begin) % STAGES
         mbarrier.wait(there.index(slot), (b - begin) // STAGES % 2)
-        following = gl.minimum(b + 1, end - 1)
-        more = ()
-        if CODES == 4:
-            for t in gl.static_range(TILES):
-                for g in gl.static_range(2):
-                    more += (gl.load(row_scales + t * N + (following * 256 + g * 128) // GROUP * ROWS),)  # type: ignore[assignment]
         a = ()
         for t in gl.static_range(TILES):
             a += (ws.index(slot * TILES + t).load(left),)  # type: ignore[assignment]
@@ -135,39 +155,40 @@ def _few_kernel(
                 token = warpgroup_mma(first, near, acc if u == 0 else up, is_async=True)
             token = warpgroup_mma(second, far, token, is_async=True)
             if CODES == 4 and u > 0:
-                done = warpgroup_mma_wait(2, deps=(tokens[u - 1],)) * gl.expand_dims(s[u - 1].to(gl.float32), 1)
+                factor = ss.index((2 * (b - begin) + (u - 1) % 2) * TILES + (u - 1) // 2).load(gl.SliceLayout(1, mma))
+                done = warpgroup_mma_wait(2, deps=(tokens[u - 1],)) * gl.expand_dims(factor.to(gl.float32), 1)
                 if u <= 2:
                     acc += done
                 else:
                     up += done
             tokens += (token,)  # type: ignore[assignment]
         if CODES == 4:
-            last = warpgroup_mma_wait(0, deps=(tokens[2 * TILES - 1],)) * gl.expand_dims(
-                s[2 * TILES - 1].to(gl.float32), 1
-            )
+            factor = ss.index((2 * (b - begin) + 1) * TILES + TILES - 1).load(gl.SliceLayout(1, mma))
+            last = warpgroup_mma_wait(0, deps=(tokens[2 * TILES - 1],)) * gl.expand_dims(factor.to(gl.float32), 1)
             if TILES == 2:
                 up += last
             else:
                 acc += last
-            s = more
         elif TILES == 2:
             acc, up = warpgroup_mma_wait(0, deps=(tokens[0], tokens[1]))  # type: ignore[misc]
         else:
             acc = warpgroup_mma_wait(0, deps=(tokens[0],))  # type: ignore[misc]
         ahead = b + STAGES
-        _ask_words(words, there, w_places, ahead, pid, slot, ahead < end, CODES, TILES, BM)
+        _ask_words(words, there, w_places, ahead, pid, slot, ahead < end, CODES, TILES, BM, BN)
         _load_tile(x, [ahead * CODES, 0, 0], there.index(slot), x_places.index(slot), pred=ahead < end)
     if CODES == 2:
-        acc *= gl.expand_dims(s[0], 1)  # type: ignore[misc]
+        acc *= gl.expand_dims(first_scale, 1)
         if TILES == 2:
-            up *= gl.expand_dims(s[1], 1)  # type: ignore[misc]
-    keep = (m < M)[None, :]
-    at = m[None, :] * N + n[:, None]
+            up *= gl.expand_dims(second_scale, 1)
     if SPLIT > 1:
         SIZE: gl.constexpr = BM * N
         gl.store(part + share * SIZE + at, acc, mask=keep)
         if TILES == 2:
             gl.store(part + (SPLIT + share) * SIZE + at, up, mask=keep)
+    before = n
+    if MODE == 2:
+        before = gl.load(h + at, mask=keep, other=0.0)
+    if SPLIT > 1:
         _barrier()
         came = gl.atomic_add(arrived + pid, 1, sem="acq_rel")
         if came != SPLIT - 1:
@@ -180,19 +201,13 @@ def _few_kernel(
             if TILES == 2:
                 up += gl.load(part + (SPLIT + i) * SIZE + at, mask=keep, other=0.0, cache_modifier=".cg")
     if NORM:
-        wide: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
-        p = gl.arange(0, BM, gl.SliceLayout(1, wide))
-        j = gl.arange(0, SQUARES, gl.SliceLayout(0, wide))
-        listed = (p < M)[:, None] & (j < tiles_in)[None, :]
-        parts = gl.load(squares_in + p[:, None] * tiles_in + j[None, :], mask=listed, other=0.0)
-        rstd = gl.convert_layout(gl.rsqrt(gl.sum(parts, 1) / WIDTH + eps), gl.SliceLayout(0, mma))
         acc = acc * gl.expand_dims(rstd, 0)
         if TILES == 2:
             up = up * gl.expand_dims(rstd, 0)
     if BIAS:
-        acc += gl.expand_dims(gl.load(bias + n).to(gl.float32), 1)
+        acc += gl.expand_dims(first_bias.to(gl.float32), 1)
         if TILES == 2:
-            up += gl.expand_dims(gl.load(bias + N + n).to(gl.float32), 1)
+            up += gl.expand_dims(second_bias.to(gl.float32), 1)
     if ACT >= 0:
         acc = apply_activation(acc, ACT)
     if MODE == 0:
@@ -203,13 +218,12 @@ def _few_kernel(
         y = acc.to(h.dtype.element_ty).to(gl.float32)
         if scale != 1.0:
             y = y * scale
-        y = (y + gl.load(h + at, mask=keep, other=0.0).to(gl.float32)).to(h.dtype.element_ty)
+        y = (y + before.to(gl.float32)).to(h.dtype.element_ty)
         gl.store(h + at, y, mask=keep)
         if NEXT:
             f = y.to(gl.float32)
-            factor = gl.load(next_weight + n).to(gl.float32)
-            gl.store(scaled + at, (f * gl.expand_dims(factor, 1)).to(scaled.dtype.element_ty), mask=keep)
-            gl.store(squares_out + m * (N // 64) + pid, gl.sum(f * f, 0), mask=m < M)
+            gl.store(scaled + at, (f * gl.expand_dims(weight.to(gl.float32), 1)).to(scaled.dtype.element_ty), mask=keep)
+            gl.store(squares_out + m * (N // BN) + pid, gl.sum(f * f, 0), mask=m < M)
 
 
 def takes_few(rows: int, weight: PackedWords | Float8Weight, mode: int) -> bool:
@@ -224,15 +238,23 @@ def takes_few(rows: int, weight: PackedWords | Float8Weight, mode: int) -> bool:
 
 
 def choose_few_tiling(rows: int, weight: PackedWords | Float8Weight, mode: int) -> Tiling:
-    """From times of whole steps on an H200 (`benchmarks/h200/tune_decode.py`, `h200_packed_rows.json`)."""
-    codes, pair = 4 if isinstance(weight, PackedWords) else 2, 2 if mode == 1 else 1
+    """From times of whole steps (`benchmarks/h200/tune_decode.py`) on an H200, `h200_packed_rows.json`, and, of shares
+    and stages with 4 bits, on an H100, `h100_packed_steps.json`.
+    """
+    packed = isinstance(weight, PackedWords)
+    codes, pair = 4 if packed else 2, 2 if mode == 1 else 1
     depth, blocks, split = max(16, triton.next_power_of_2(rows)), weight.shape[1] // (64 * codes), 1
     tiles = weight.shape[0] // 64 // pair
-    while split < 4 and 2 * tiles * split <= _MOST_PROGRAMS and blocks >= 4 * split:
+    while split < 4 and 2 * tiles * split <= _MOST_PROGRAMS:
+        if blocks < (4 if not packed else 16 if tiles * split < 96 else 24) * split:
+            break
         split *= 2
     stage = pair * 8192 + depth * codes * 128
-    room = _MEMORY // -(-tiles * split // processors()) // stage  # for all programs at once
-    most = (2 if mode == 1 else 4) * 4 // codes
+    scales = (
+        0 if not packed else weight.scales.element_size() * 128 * pair * triton.next_power_of_2(-(-blocks // split))
+    )
+    room = (_MEMORY // -(-tiles * split // processors()) - scales) // stage  # for all programs at once
+    most = (4 if mode == 1 else 8) if not packed else 2 if mode == 1 else 6 if split <= 2 else 4
     return Tiling(False, 64, depth, 4, split, min(most, -(-blocks // split), max(2, room)), whole=True)
 
 
@@ -256,13 +278,19 @@ def launch_few(
         x, [k // 64, x.shape[0], 64], [64, k, 1], [codes, depth, 64], _layout([codes, depth, 64], kind)
     )
     weights = TensorDescriptor(
-        words, list(words.shape), list(words.stride()), [pair, 64, _WORDS], _layout([pair, 64, _WORDS], gl.int16)
+        words,
+        list(words.shape),
+        list(words.stride()),
+        [pair, t.rows, _WORDS],
+        _layout([pair, t.rows, _WORDS], gl.int16),
     )
-    _few_kernel[(n // 64, t.split)](
+    share = -(-(k // (64 * codes)) // t.split)
+    _few_kernel[(n // t.rows, t.split)](
         inputs, weights, weight.scales, *ends, *parts, squares, tiles, eps, h, next_weight, scaled, squares_out, scale,
-        rows, GROUP=group, CODES=codes, SQUARES=triton.next_power_of_2(max(tiles, 8)), BM=depth, SPLIT=t.split,
-        STAGES=t.stages, X_LAYOUT=_layout([depth, 64], kind), W_LAYOUT=_layout([64, _WORDS], gl.int16),
-        num_warps=t.warps, **assemblies, **const, **extra,
+        rows, GROUP=group, CODES=codes, SQUARES=triton.next_power_of_2(max(tiles, 8)), BM=depth, BN=t.rows,
+        SPLIT=t.split, STAGES=t.stages, X_LAYOUT=_layout([depth, 64], kind),
+        W_LAYOUT=_layout([t.rows, _WORDS], gl.int16), GROUPS=triton.next_power_of_2(2 * share), num_warps=t.warps,
+        **assemblies, **const, **extra,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ operands of two of them for each code. All columns of the right operand are the 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import triton
 from torch import Tensor
@@ -21,6 +21,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from vllm.ops.triton.decode_parts import Tiling, ask_constants, finish_row
 from vllm.ops.triton.float8 import Float8Weight
 from vllm.ops.triton.packed_linear import PackedWords
+
+if TYPE_CHECKING:
+    from vllm.ops.triton.packed_experts import PackedStack
 
 _MOST_BLOCKS = 16  # of a warp, whose loop over them is written out
 
@@ -199,6 +202,184 @@ def _row_kernel(
         y, u, n, in_n, pid, first_bias, second_bias, weight, parts, before, eps, out, h, scaled, squares_out, None,
         None, None, None, None, scale, WIDTH, BN, MODE, ACT, NORM, NEXT, BIAS, False,
     )  # fmt: skip
+
+
+@gluon.jit
+def _ask_chosen(
+    words, scales, offsets, experts, weights, i, choice, first, inside, row4, half, EACH: gl.constexpr,
+    GROUP: gl.constexpr, GROUPS: gl.constexpr, ROWS: gl.constexpr, GATED: gl.constexpr, OFFSETS: gl.constexpr,
+    SECOND: gl.constexpr,
+):  # fmt: skip
+    """Words, factors and offsets of a warp's block number i: of the expert that is the program's choice or, of second
+    products, the choice that the block belongs to, whose weight is in the factors.
+    """
+    BLOCKS: gl.constexpr = EACH // 256
+    block = first + i
+    if not GATED:
+        choice = block // BLOCKS
+        block = block % BLOCKS
+    expert = gl.load(experts + choice).to(gl.int64)
+    found = _ask_words(words + (((expert * BLOCKS + block) * (ROWS * 32))[:, None] + inside), SECOND * 32)
+    group = (expert * GROUPS)[:, None] if not GATED else expert * GROUPS
+    at = (group + ((block * 2)[:, None] + half) * 128 // GROUP) * ROWS + row4
+    factor = gl.load(scales + at).to(gl.float32)
+    more = factor
+    if OFFSETS:
+        more = gl.load(offsets + at)
+    if not GATED:
+        weight = gl.load(weights + choice)[:, None]
+        factor *= weight
+        more *= weight
+    return found, factor, more
+
+
+@gluon.jit(do_not_specialize=["tiles_in"])
+def _chosen_kernel(
+    x, words, scales, offsets, experts, weights, out, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out,
+    scale: gl.constexpr, N: gl.constexpr, EACH: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
+    TOP_K: gl.constexpr, SQUARES: gl.constexpr, AHEAD: gl.constexpr, MODE: gl.constexpr, ACT: gl.constexpr,
+    NORM: gl.constexpr, NEXT: gl.constexpr, OFFSETS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """`_row_kernel` of 4 bits for the experts of one row. Gated, grid (N / 8, TOP_K): the first products, of EACH
+    inputs, one choice behind the other. Else, grid (N / 16,): the sum of the second ones, whose inputs lie so.
+    """
+    WARPS: gl.constexpr = gl.num_warps()
+    GATED: gl.constexpr = MODE == 1
+    SHARE: gl.constexpr = (EACH if GATED else TOP_K * EACH) // 256 // WARPS
+    ROWS: gl.constexpr = 2 * N if GATED else N
+    BN: gl.constexpr = 8 if GATED else 16
+    SECOND: gl.constexpr = N if GATED else 8
+    HALF: gl.constexpr = x.dtype.element_ty == gl.float16
+    lanes: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    pid = gl.program_id(0)
+    choice = gl.program_id(1)
+    thread = gl.arange(0, 32 * WARPS, gl.SliceLayout(1, lanes))
+    e = gl.arange(0, 4, gl.SliceLayout(0, lanes))
+    q = thread % 4
+    row = pid * BN + thread // 4 % 8
+    first = thread // 32 * SHARE
+    if PDL:
+        gdc_launch_dependents()
+    inside = (row * 32 + q * 4)[:, None] + e[None, :]
+    row4 = row[:, None] + (e // 2 * SECOND)[None, :]
+    half = (e % 2)[None, :]
+    n = pid * BN + gl.arange(0, BN, line)
+    in_n = n < N
+    first_bias, second_bias, weight = ask_constants(None, next_weight, n, in_n, N, MODE, NEXT, False)
+    if PDL:
+        gdc_wait()
+    words = words.to(gl.pointer_type(gl.int32))
+    asked = ()
+    for i in gl.static_range(AHEAD):
+        asked += (
+            _ask_chosen(
+                words,
+                scales,
+                offsets,
+                experts,
+                weights,
+                i,
+                choice,
+                first,
+                inside,
+                row4,
+                half,
+                EACH,
+                GROUP,
+                GROUPS,
+                ROWS,
+                GATED,
+                OFFSETS,
+                SECOND,
+            ),
+        )  # type: ignore[assignment]
+    x_at = x.to(gl.pointer_type(gl.int32)) + (first * 128 + q * 4)[:, None] + e[None, :]
+    parts, before = n, n
+    if NORM:
+        j = gl.arange(0, SQUARES, line)
+        parts = gl.load(squares_in + j, mask=j < tiles_in, other=0.0)
+    if MODE == 2:
+        before = gl.load(h + n, mask=in_n, other=0.0)
+    acc = gl.zeros([32 * WARPS, 4], gl.float32, lanes)
+    for i in gl.static_range(SHARE):
+        xs = _ask_inputs(x_at + i * 128, 4)
+        acc += _sums(asked[i][0], xs, 4, HALF) * asked[i][1]
+        if OFFSETS:
+            acc += _totals(xs, HALF) * asked[i][2]
+        if i + AHEAD < SHARE:
+            asked += (
+                _ask_chosen(
+                    words,
+                    scales,
+                    offsets,
+                    experts,
+                    weights,
+                    i + AHEAD,
+                    choice,
+                    first,
+                    inside,
+                    row4,
+                    half,
+                    EACH,
+                    GROUP,
+                    GROUPS,
+                    ROWS,
+                    GATED,
+                    OFFSETS,
+                    SECOND,
+                ),
+            )  # type: ignore[assignment]
+    acc = gl.sum(gl.reshape(acc, [WARPS, 8, 4, 2, 2]), 4)
+    acc = gl.sum(gl.sum(acc, 2) * 0.25, 0)  # the four lanes of an output have the same
+    if GATED:
+        first_half, second_half = gl.split(acc)
+        y = gl.convert_layout(first_half, line)
+        u = gl.convert_layout(second_half, line)
+        out += choice * N
+    else:
+        y = gl.convert_layout(gl.reshape(gl.permute(acc, (1, 0)), [16]), line)
+        u = y
+    finish_row(
+        y, u, n, in_n, pid, first_bias, second_bias, weight, parts, before, eps, out, h, scaled, squares_out, None,
+        None, None, None, None, scale, EACH, BN, MODE, ACT, NORM, NEXT, False, False,
+    )  # fmt: skip
+
+
+def takes_chosen(weight: PackedStack, top_k: int) -> bool:
+    """Whether the kernel multiplies by the weights of so many experts at once; top_k: 1 of first products."""
+    fitting = weight.format == "int4" and weight.words.shape[3] == 64 and weight.group % 128 == 0
+    if not fitting or weight.shape[2] % 256 or weight.shape[1] % 16:
+        return False
+    blocks = top_k * (weight.shape[2] // 256)
+    return blocks // math.gcd(blocks, 8) <= _MOST_BLOCKS
+
+
+def launch_chosen(
+    x: Tensor, norm: tuple[Tensor, int, float] | None, weight: PackedStack, act: int, experts: Tensor,
+    weights: Tensor | None, out: Tensor | None, stream: tuple[Tensor | None, ...], scale: float, pdl: bool,
+) -> int:  # fmt: skip
+    """The first products of chosen experts or, with `weights`, the sum of the second ones. Returns how many parts the
+    squares have. act: of `activation.KINDS`.   stream: h, the next norm's weight or None, scaled and squares.
+    """
+    gated, top_k = weights is None, len(experts)
+    n, k = weight.shape[1] // (2 if gated else 1), weight.shape[2]
+    blocks = k // 256 * (1 if gated else top_k)
+    warps = math.gcd(blocks, 4 if gated else 8)
+    if blocks // warps > _MOST_BLOCKS:
+        warps = math.gcd(blocks, 8)
+    squares, tiles, eps = (None, 1, 0.0) if norm is None else norm
+    programs = n // (8 if gated else 16)
+    mode = 1 if gated else 2 if out is None else 0
+    _chosen_kernel[(programs, top_k if gated else 1)](
+        x, weight.words, weight.scales, weight.offsets, experts, weights, out, squares, tiles, eps,
+        *(stream if mode == 2 else (None,) * 4), scale, N=n, EACH=k, GROUP=weight.group, GROUPS=weight.scales.shape[1],
+        TOP_K=top_k, SQUARES=triton.next_power_of_2(max(tiles, 2)), AHEAD=min(3, blocks // warps), MODE=mode,
+        ACT=act if gated else -1, NORM=norm is not None, NEXT=mode == 2 and stream[1] is not None,
+        OFFSETS=weight.offsets is not None, PDL=pdl, num_warps=warps, maxnreg=128,
+        **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+    return programs
 
 
 def takes_row(weight: PackedWords | Float8Weight) -> bool:

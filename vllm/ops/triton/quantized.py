@@ -14,6 +14,7 @@ from vllm.ops.linear import linear
 from vllm.ops.quantized import pack_experts, pack_quantized, quantized_linear
 from vllm.ops.quantized_weights import GroupedWeight
 from vllm.ops.triton import packed_experts
+from vllm.ops.triton.activation import KINDS
 from vllm.ops.triton.decode_linear import DTYPES, STORE, Product, Stream, Tiling, choose_float8_tiling, run_product
 from vllm.ops.triton.decode_parts import has_warp_roles
 from vllm.ops.triton.float8 import Float8Weight, float8_weight, rounded_product
@@ -63,20 +64,46 @@ def _float8_product(x: Tensor, weight: Float8Weight, bias: Tensor | None, dtype:
     return out.view(*x.shape[:-1], n)
 
 
-def many_rows(x: Tensor, weight: PackedWords | Float8Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """x [rows, in] @ weight.T + bias for more rows than the kernels for packed weights take."""
+def many_rows(
+    x: Tensor, weight: PackedWords | Float8Weight, bias: Tensor | None, dtype: torch.dtype,
+    arrived: Tensor | None = None, pdl: bool = False,
+) -> Tensor:  # fmt: skip
+    """x [rows, in] @ weight.T + bias for more rows than the kernels for packed weights take.
+
+    arrived: as for `packed_many.many_rows_product`.   pdl: start while the kernel in front still runs, if possible.
+    """
     if isinstance(weight, Float8Weight) and weight.inputs is not None:
         return rounded_product(x, weight, bias, dtype)
     if isinstance(weight, PackedWords) and len(x) <= _MANY_ROWS:
-        if bias is None and has_warp_roles():
-            from vllm.ops.triton import packed_many  # whose language not every Triton has
+        if bias is None and _multiplies_many(x, weight):
+            from vllm.ops.triton.packed_many import many_rows_product
 
-            if packed_many.takes(weight, x.dtype):
-                return packed_many.many_rows_product(x, weight, dtype)
+            return many_rows_product(x, weight, dtype, arrived=arrived, pdl=pdl)
         return wide_packed_product(x, weight, bias, dtype)
     numbers = weight.numbers(x.dtype) if isinstance(weight, Float8Weight) else dequantize(weight, x.dtype)
     out: Tensor = linear(x, numbers, bias, dtype)
     return out
+
+
+def _multiplies_many(x: Tensor, weight: PackedWords) -> bool:
+    """Whether `packed_many` does, whose language not every Triton has."""
+    if not has_warp_roles():
+        return False
+    from vllm.ops.triton import packed_many
+
+    return packed_many.takes(weight, x.dtype)
+
+
+def gated_rows(x: Tensor, weight: Any, act: str, out: Tensor, pdl: bool = False) -> bool:
+    """out = act(x @ gate.T) * (x @ up.T), the weight's halves, in one kernel; False where there is none for that."""
+    if type(weight) is not PackedWords or len(x) > _MANY_ROWS or act not in KINDS or weight.shape[0] % 128:
+        return False
+    if not _multiplies_many(x, weight):
+        return False
+    from vllm.ops.triton.packed_many import many_rows_product
+
+    many_rows_product(x, weight, x.dtype, act=act, out=out, pdl=pdl)
+    return True
 
 
 def _stream(t: Tiling, x: Tensor, outputs: int) -> Stream:
