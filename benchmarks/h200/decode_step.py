@@ -25,6 +25,7 @@ from benchmarks.h200.quantized import KINDS
 from benchmarks.h200.shapes import commit
 from benchmarks.h200.timing import capture, ceilings, device_ms
 from benchmarks.h200.tune_decode import Bench
+from vllm.ops.triton.decode_latent import LatentDecode
 from vllm.ops.triton.precompile import precompile
 from vllm.worker import decode_program
 from vllm.worker.decode_program import DecodeProgram
@@ -40,14 +41,19 @@ def bytes_read(w: ProgramWeights, rows: int, context: int) -> int:
 
     total = size(Linear(w.head))
     for layer in w.layers:
-        ffn, cache = layer.ffn, layer.attention.cache
-        total += size(layer.qkv, layer.o) + 2 * rows * context * cache.shape[2] * cache.shape[4] * cache.element_size()
+        ffn, attention = layer.ffn, layer.attention
+        total += size(layer.qkv, layer.o)
+        total += rows * context * attention.cache[0].nbytes // attention.cache.shape[-2]  # a block's tokens
+        if isinstance(attention, LatentDecode):
+            total += attention.kv_b.nbytes
         if isinstance(ffn, MoeWeights):
             experts = len(ffn.down)
             share = 1 - (1 - ffn.top_k / experts) ** rows  # of the experts, if all are equally likely
             stacks = (ffn.gate_up, ffn.down)
             read = sum(w.nbytes if isinstance(w, torch.Tensor) else w.num_bytes for w in stacks)
             total += size(ffn.router) + int(share * read)
+            if ffn.shared is not None:
+                total += size(ffn.shared.up, ffn.shared.down)
         else:
             total += size(ffn.up, ffn.down)
     return total
