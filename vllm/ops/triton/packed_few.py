@@ -18,26 +18,31 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from vllm.ops.triton.activation import apply_activation
 from vllm.ops.triton.decode_parts import Tiling, ask_constants, processors
 from vllm.ops.triton.float8 import Float8Weight
+from vllm.ops.triton.hopper_parts import (
+    DTYPES,
+    MEMORY,
+    ask_squares,
+    barrier,
+    close_rows,
+    inverse_rms,
+    leave_share,
+    load_tile,
+    take_shares,
+    tile_layout,
+    view,
+)
 from vllm.ops.triton.packed_linear import PackedWords, number_assembly
 
 _WORDS = 64
 _MOST_PROGRAMS = 384
-_MEMORY = 227 << 10  # shared, of a processor
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-# the names that newer releases of Triton have for them
-_load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-_view = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 
 @gluon.jit
@@ -48,7 +53,7 @@ def _ask_words(
     """A block's words, to their place. The barrier waits for its inputs, too."""
     mbarrier.expect(there.index(slot), TILES * BN * 128 + BM * CODES * 128, pred=pred)
     at = [block * TILES, pid * BN, 0] if CODES == 4 else [0, pid * BN, block * 64]
-    _load_tile(words, at, there.index(slot), ws.index(slot), pred=pred)
+    load_tile(words, at, there.index(slot), ws.index(slot), pred=pred)
 
 
 @gluon.jit
@@ -89,8 +94,8 @@ def _few_kernel(
     end = gl.minimum(begin + SHARE, BLOCKS)
     x_places = gl.allocate_shared_memory(dtype, [STAGES, CODES, BM, 64], x.layout)
     w_places = gl.allocate_shared_memory(gl.int16, [STAGES, TILES, BN, 64], words.layout)
-    xs = _view(x_places, dtype, [STAGES * CODES, BM, 64], X_LAYOUT)
-    ws = _view(w_places, gl.int16, [STAGES * TILES, BN, 64], W_LAYOUT)
+    xs = view(x_places, dtype, [STAGES * CODES, BM, 64], X_LAYOUT)
+    ws = view(w_places, gl.int16, [STAGES * TILES, BN, 64], W_LAYOUT)
     there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(there.index(i), count=1)
@@ -114,26 +119,19 @@ def _few_kernel(
         s_places = gl.allocate_shared_memory(
             scales.dtype.element_ty, [GROUPS, TILES * BN], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         )
-        ss = _view(s_places, scales.dtype.element_ty, [GROUPS * TILES, BN], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        ss = view(s_places, scales.dtype.element_ty, [GROUPS * TILES, BN], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     else:
         first_scale = gl.load(scales + n)
         second_scale = gl.load(scales + N + n) if TILES == 2 else first_scale
     if PDL:
         gdc_wait()
     for i in gl.static_range(STAGES):
-        _load_tile(x, [(begin + i) * CODES, 0, 0], there.index(i), x_places.index(i), pred=begin + i < end)
-    if NORM:
-        wide: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
-        p = gl.arange(0, BM, gl.SliceLayout(1, wide))
-        j = gl.arange(0, SQUARES, gl.SliceLayout(0, wide))
-        parts = gl.load(
-            squares_in + p[:, None] * tiles_in + j[None, :], mask=(p < M)[:, None] & (j < tiles_in)[None, :], other=0.0
-        )
+        load_tile(x, [(begin + i) * CODES, 0, 0], there.index(i), x_places.index(i), pred=begin + i < end)
+    parts = ask_squares(squares_in, tiles_in, M, SQUARES, BM, NORM)
     if CODES == 4:
         s_places.store(asked)
-        _barrier()
-    if NORM:
-        rstd = gl.convert_layout(gl.rsqrt(gl.sum(parts, 1) / WIDTH + eps), gl.SliceLayout(0, mma))
+        barrier()
+    rstd = inverse_rms(parts, m, WIDTH, eps, NORM)
     acc = gl.zeros([BN, BM], gl.float32, mma)
     up = acc
     zero = acc
@@ -175,55 +173,23 @@ def _few_kernel(
             acc = warpgroup_mma_wait(0, deps=(tokens[0],))  # type: ignore[misc]
         ahead = b + STAGES
         _ask_words(words, there, w_places, ahead, pid, slot, ahead < end, CODES, TILES, BM, BN)
-        _load_tile(x, [ahead * CODES, 0, 0], there.index(slot), x_places.index(slot), pred=ahead < end)
+        load_tile(x, [ahead * CODES, 0, 0], there.index(slot), x_places.index(slot), pred=ahead < end)
     if CODES == 2:
         acc *= gl.expand_dims(first_scale, 1)
         if TILES == 2:
             up *= gl.expand_dims(second_scale, 1)
-    if SPLIT > 1:
-        SIZE: gl.constexpr = BM * N
-        gl.store(part + share * SIZE + at, acc, mask=keep)
-        if TILES == 2:
-            gl.store(part + (SPLIT + share) * SIZE + at, up, mask=keep)
     before = n
     if MODE == 2:
         before = gl.load(h + at, mask=keep, other=0.0)
     if SPLIT > 1:
-        _barrier()
-        came = gl.atomic_add(arrived + pid, 1, sem="acq_rel")
-        if came != SPLIT - 1:
+        last = leave_share(acc, up, part, arrived + pid, at, keep, share, BM * N, SPLIT, TILES == 2)
+        if not last:
             return
-        gl.store(arrived + pid, 0)
-        acc = zero
-        up = zero
-        for i in gl.static_range(SPLIT):
-            acc += gl.load(part + i * SIZE + at, mask=keep, other=0.0, cache_modifier=".cg")
-            if TILES == 2:
-                up += gl.load(part + (SPLIT + i) * SIZE + at, mask=keep, other=0.0, cache_modifier=".cg")
-    if NORM:
-        acc = acc * gl.expand_dims(rstd, 0)
-        if TILES == 2:
-            up = up * gl.expand_dims(rstd, 0)
-    if BIAS:
-        acc += gl.expand_dims(first_bias.to(gl.float32), 1)
-        if TILES == 2:
-            up += gl.expand_dims(second_bias.to(gl.float32), 1)
-    if ACT >= 0:
-        acc = apply_activation(acc, ACT)
-    if MODE == 0:
-        gl.store(out + at, acc.to(out.dtype.element_ty), mask=keep)
-    elif MODE == 1:
-        gl.store(out + at, (acc * up).to(out.dtype.element_ty), mask=keep)
-    else:
-        y = acc.to(h.dtype.element_ty).to(gl.float32)
-        if scale != 1.0:
-            y = y * scale
-        y = (y + before.to(gl.float32)).to(h.dtype.element_ty)
-        gl.store(h + at, y, mask=keep)
-        if NEXT:
-            f = y.to(gl.float32)
-            gl.store(scaled + at, (f * gl.expand_dims(weight.to(gl.float32), 1)).to(scaled.dtype.element_ty), mask=keep)
-            gl.store(squares_out + m * (N // BN) + pid, gl.sum(f * f, 0), mask=m < M)
+        acc, up = take_shares(zero, part, at, keep, BM * N, SPLIT, TILES == 2)
+    close_rows(
+        acc, up, m, n, keep, at, pid, M, N // BN, first_bias, second_bias, weight, rstd, before, out, h, scaled,
+        squares_out, scale, MODE, ACT, NORM, NEXT, BIAS,
+    )  # fmt: skip
 
 
 def takes_few(rows: int, weight: PackedWords | Float8Weight, mode: int) -> bool:
@@ -253,7 +219,7 @@ def choose_few_tiling(rows: int, weight: PackedWords | Float8Weight, mode: int) 
     scales = (
         0 if not packed else weight.scales.element_size() * 128 * pair * triton.next_power_of_2(-(-blocks // split))
     )
-    room = (_MEMORY // -(-tiles * split // processors()) - scales) // stage  # for all programs at once
+    room = (MEMORY // -(-tiles * split // processors()) - scales) // stage  # for all programs at once
     most = (4 if mode == 1 else 8) if not packed else 2 if mode == 1 else 6 if split <= 2 else 4
     return Tiling(False, 64, depth, 4, split, min(most, -(-blocks // split), max(2, room)), whole=True)
 
@@ -273,27 +239,22 @@ def launch_few(
         words, group, codes = weight.codes.view(torch.int16).view(pair, n, k // 2), 0, 2
     depth, half = max(16, triton.next_power_of_2(rows)), x.dtype == torch.float16
     assemblies = {f"ASM{i}": number_assembly(packed, half, i % codes) for i in range(4)}
-    kind = _DTYPES[x.dtype]
+    kind = DTYPES[x.dtype]
     inputs = TensorDescriptor(
-        x, [k // 64, x.shape[0], 64], [64, k, 1], [codes, depth, 64], _layout([codes, depth, 64], kind)
+        x, [k // 64, x.shape[0], 64], [64, k, 1], [codes, depth, 64], tile_layout([codes, depth, 64], kind)
     )
     weights = TensorDescriptor(
         words,
         list(words.shape),
         list(words.stride()),
         [pair, t.rows, _WORDS],
-        _layout([pair, t.rows, _WORDS], gl.int16),
+        tile_layout([pair, t.rows, _WORDS], gl.int16),
     )
     share = -(-(k // (64 * codes)) // t.split)
     _few_kernel[(n // t.rows, t.split)](
         inputs, weights, weight.scales, *ends, *parts, squares, tiles, eps, h, next_weight, scaled, squares_out, scale,
         rows, GROUP=group, CODES=codes, SQUARES=triton.next_power_of_2(max(tiles, 8)), BM=depth, BN=t.rows,
-        SPLIT=t.split, STAGES=t.stages, X_LAYOUT=_layout([depth, 64], kind),
-        W_LAYOUT=_layout([t.rows, _WORDS], gl.int16), GROUPS=triton.next_power_of_2(2 * share), num_warps=t.warps,
+        SPLIT=t.split, STAGES=t.stages, X_LAYOUT=tile_layout([depth, 64], kind),
+        W_LAYOUT=tile_layout([t.rows, _WORDS], gl.int16), GROUPS=triton.next_power_of_2(2 * share), num_warps=t.warps,
         **assemblies, **const, **extra,
     )  # fmt: skip
-
-
-def _layout(shape: list[int], kind: Any) -> Any:
-    """Of a tile in shared memory."""
-    return gl.NVMMASharedLayout.get_default_for(shape, kind)

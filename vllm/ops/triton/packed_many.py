@@ -8,7 +8,6 @@ and stays in registers, of which two sets are in use: one that is multiplied, on
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -18,7 +17,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -27,15 +25,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from vllm.ops.triton.activation import KINDS, gated
 from vllm.ops.triton.decode_parts import processors
+from vllm.ops.triton.hopper_parts import DTYPES, barrier, load_tile, tile_layout, view
 from vllm.ops.triton.packed_linear import ASSEMBLY, PackedWords, scaled_assembly
 
 _WORDS = 64
 _BLOCK = 256  # inputs of a block
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-# the names that newer releases of Triton have for them
-_load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-_view = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +76,7 @@ def _many_kernel(
     first_m = pid % row_tiles * BM
     xs = gl.allocate_shared_memory(dtype, [STAGES, BM, J], x.layout)
     w_places = gl.allocate_shared_memory(gl.int16, [2, TILES, WIDTH, J], words.layout)
-    ws = _view(w_places, gl.int16, [2, BN, J], W_LAYOUT)
+    ws = view(w_places, gl.int16, [2, BN, J], W_LAYOUT)
     x_there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     w_there = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -94,7 +88,7 @@ def _many_kernel(
         gdc_launch_dependents()
     for i in gl.static_range(2):
         mbarrier.expect(w_there.index(i), BN * J * 2, pred=i < count)
-        _load_tile(
+        load_tile(
             words, [(begin + i) * TILES, first_n, 0], w_there.index(i), w_places.index(i), pred=i < count
         )  # fmt: skip
     r = gl.arange(0, BN, gl.SliceLayout(1, left))
@@ -106,7 +100,7 @@ def _many_kernel(
     first_k = begin * BLOCK
     for i in gl.static_range(STAGES - 1):
         mbarrier.expect(x_there.index(i), BM * J * 2)
-        _load_tile(x, [first_m, first_k + i * J], x_there.index(i), xs.index(i))
+        load_tile(x, [first_m, first_k + i * J], x_there.index(i), xs.index(i))
     acc = gl.zeros([BN, BM], gl.float32, mma)
     mbarrier.wait(w_there.index(0), 0)
     a = ws.index(0).load(left)
@@ -126,7 +120,7 @@ def _many_kernel(
             acc = warpgroup_mma_wait(1, deps=(token,))  # the product before it is done, and its inputs' place is free
             ahead = step + STAGES - 1
             mbarrier.expect(x_there.index(ahead % STAGES), BM * J * 2, pred=ahead < 4 * count)
-            _load_tile(
+            load_tile(
                 x, [first_m, first_k + ahead * J], x_there.index(ahead % STAGES), xs.index(ahead % STAGES),
                 pred=ahead < 4 * count,
             )  # fmt: skip
@@ -136,7 +130,7 @@ def _many_kernel(
         mbarrier.wait(w_there.index(slot), (b + 1) // 2 % 2, pred=b + 1 < count)
         a = ws.index(slot).load(left)
         mbarrier.expect(w_there.index(b % 2), BN * J * 2, pred=b + 2 < count)
-        _load_tile(
+        load_tile(
             words, [(begin + b + 2) * TILES, first_n, 0], w_there.index(b % 2), w_places.index(b % 2),
             pred=b + 2 < count,
         )  # fmt: skip
@@ -147,7 +141,7 @@ def _many_kernel(
         SIZE: gl.constexpr = BN * BM
         mine = part + pid * (SPLIT * SIZE) + n[:, None] * BM + m[None, :]
         gl.store(mine + share * SIZE, acc)
-        _barrier()
+        barrier()
         came = gl.atomic_add(arrived + pid, 1, sem="acq_rel")
         if came != SPLIT - 1:
             return
@@ -173,7 +167,7 @@ def _many_kernel(
 
 def takes(weight: PackedWords, dtype: torch.dtype) -> bool:
     """Whether the kernel multiplies by a weight: of the widths and groups it is cut for, on the GPU it is cut for."""
-    if not ASSEMBLY or dtype not in _DTYPES or weight.format != "int4" or weight.offsets is not None:
+    if not ASSEMBLY or dtype not in DTYPES or weight.format != "int4" or weight.offsets is not None:
         return False
     whole = weight.words.shape[2] == _WORDS and weight.shape[1] % _BLOCK == 0 and weight.shape[0] % 64 == 0
     return whole and weight.group % 128 == 0 and triton.runtime.driver.active.get_current_target().arch == 90
@@ -222,21 +216,16 @@ def many_rows_product(
             arrived = torch.zeros(programs, dtype=torch.int32, device=x.device)
     asms = {f"ASM{i}": scaled_assembly(0, x.dtype == torch.float16, i, False) for i in range(4)}
     words = weight.words.view(-1, n, _WORDS)
-    kind = _DTYPES[x.dtype]
-    inputs = TensorDescriptor(x, [rows, k], [k, 1], [t.rows, _WORDS], _layout([t.rows, _WORDS], kind))
+    kind = DTYPES[x.dtype]
+    inputs = TensorDescriptor(x, [rows, k], [k, 1], [t.rows, _WORDS], tile_layout([t.rows, _WORDS], kind))
     weights = TensorDescriptor(
         words, list(words.shape), list(words.stride()), [tiles, width, _WORDS],
-        _layout([tiles, width, _WORDS], gl.int16),
+        tile_layout([tiles, width, _WORDS], gl.int16),
     )  # fmt: skip
     _many_kernel[(programs, t.split)](
         inputs, weights, weight.scales, out, part, arrived if t.split > 1 else None, rows, N=n, K=k, GROUP=weight.group,
         BM=t.rows, BN=t.outputs, SPLIT=t.split, STAGES=t.stages, ACT=-1 if act is None else KINDS[act], PDL=pdl,
-        W_LAYOUT=_layout([t.outputs, _WORDS], gl.int16), **asms, num_warps=t.warps,
+        W_LAYOUT=tile_layout([t.outputs, _WORDS], gl.int16), **asms, num_warps=t.warps,
         **({"launch_pdl": True} if pdl else {}), **({"maxnreg": t.registers} if t.registers else {}),
     )  # fmt: skip
     return out
-
-
-def _layout(shape: list[int], kind: Any) -> Any:
-    """Of a tile in shared memory."""
-    return gl.NVMMASharedLayout.get_default_for(shape, kind)

@@ -22,12 +22,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from vllm.ops.triton.activation import apply_activation
 from vllm.ops.triton.decode_linear import ARGMAX, GATED, RESIDUAL, STORE
-from vllm.ops.triton.decode_parts import Tiling, processors
-from vllm.ops.triton.packed_few import _DTYPES, _barrier, _layout, _load_tile, _view
-
-_MEMORY = 227 << 10  # shared, of a processor
+from vllm.ops.triton.decode_parts import Tiling, ask_constants, processors
+from vllm.ops.triton.hopper_parts import (
+    DTYPES,
+    MEMORY,
+    ask_squares,
+    close_rows,
+    inverse_rms,
+    leave_share,
+    load_tile,
+    take_shares,
+    tile_layout,
+    view,
+)
 
 
 @gluon.jit
@@ -40,7 +48,7 @@ def _ask_weights(
     mbarrier.expect(there.index(slot), SUB * (TILES * BN + BM) * 128, pred=pred)
     for t in gl.static_range(TILES):
         at = [(begin + block) * SUB, pid * BN + t * N, 0]
-        _load_tile(w, at, there.index(slot), ws.index(slot * TILES + t), pred=pred)
+        load_tile(w, at, there.index(slot), ws.index(slot * TILES + t), pred=pred)
 
 
 @gluon.jit(do_not_specialize=["tiles_in", "M"])
@@ -59,14 +67,13 @@ def _few_kernel(
     FIRST: gl.constexpr = STAGES if STAGES < COUNT else COUNT
     dtype: gl.constexpr = x.dtype
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BM, 16])
-    wide: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
     pid = gl.program_id(0)
     share = gl.program_id(1)
     begin = share * COUNT
     x_places = gl.allocate_shared_memory(dtype, [STAGES, SUB, BM, 64], x.layout)
     w_places = gl.allocate_shared_memory(dtype, [STAGES * TILES, SUB, BN, 64], w.layout)
-    xs = _view(x_places, dtype, [STAGES * SUB, BM, 64], X_LAYOUT)
-    ws = _view(w_places, dtype, [STAGES * TILES * SUB, BN, 64], W_LAYOUT)
+    xs = view(x_places, dtype, [STAGES * SUB, BM, 64], X_LAYOUT)
+    ws = view(w_places, dtype, [STAGES * TILES * SUB, BN, 64], W_LAYOUT)
     there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(there.index(i), count=1)
@@ -79,23 +86,15 @@ def _few_kernel(
     m = gl.arange(0, BM, gl.SliceLayout(0, mma))
     keep = (m < M)[None, :]
     at = m[None, :] * N + n[:, None]
-    if BIAS:
-        first_bias = gl.load(bias + n)
-        if TILES == 2:
-            second_bias = gl.load(bias + N + n)
-    if NEXT:
-        factor = gl.load(next_weight + n)
+    first_bias, second_bias, factor = ask_constants(bias, next_weight, n, n < N, N, MODE, NEXT, BIAS)
     if PDL:
         gdc_wait()
         if LATE == 1:
             gdc_launch_dependents()
     for i in gl.static_range(FIRST):
-        _load_tile(x, [(begin + i) * SUB, 0, 0], there.index(i), x_places.index(i))
-    if NORM:
-        p = gl.arange(0, BM, gl.SliceLayout(1, wide))
-        j = gl.arange(0, SQUARES, gl.SliceLayout(0, wide))
-        listed = (p < M)[:, None] & (j < tiles_in)[None, :]
-        parts = gl.load(squares_in + p[:, None] * tiles_in + j[None, :], mask=listed, other=0.0)
+        load_tile(x, [(begin + i) * SUB, 0, 0], there.index(i), x_places.index(i))
+    parts = ask_squares(squares_in, tiles_in, M, SQUARES, BM, NORM)
+    before = n
     if MODE == 2:
         before = gl.load(h + at, mask=keep, other=0.0)
     acc = gl.zeros([BN, BM], gl.float32, mma)
@@ -117,50 +116,19 @@ def _few_kernel(
             following = b + STAGES
             more = following < COUNT
             _ask_weights(w, there, w_places, begin, following, pid, more, N, BN, BM, SUB, TILES, STAGES)
-            _load_tile(x, [(begin + following) * SUB, 0, 0], there.index(slot), x_places.index(slot), pred=more)
+            load_tile(x, [(begin + following) * SUB, 0, 0], there.index(slot), x_places.index(slot), pred=more)
     if PDL and LATE == 2:
         gdc_launch_dependents()
     if SPLIT > 1:
-        SIZE: gl.constexpr = BM * N
-        gl.store(part + share * SIZE + at, acc, mask=keep)
-        if TILES == 2:
-            gl.store(part + (SPLIT + share) * SIZE + at, up, mask=keep)
-        _barrier()
-        came = gl.atomic_add(arrived + pid, 1, sem="acq_rel")
-        if came != SPLIT - 1:
+        last = leave_share(acc, up, part, arrived + pid, at, keep, share, BM * N, SPLIT, TILES == 2)
+        if not last:
             return
-        gl.store(arrived + pid, 0)
-        acc = zero
-        up = zero
-        for i in gl.static_range(SPLIT):
-            acc += gl.load(part + i * SIZE + at, mask=keep, other=0.0, cache_modifier=".cg")
-            if TILES == 2:
-                up += gl.load(part + (SPLIT + i) * SIZE + at, mask=keep, other=0.0, cache_modifier=".cg")
-    if NORM:
-        rstd = gl.convert_layout(gl.rsqrt(gl.sum(parts, 1) / WIDTH + eps), gl.SliceLayout(0, mma))
-        acc = acc * gl.expand_dims(rstd, 0)
-        if TILES == 2:
-            up = up * gl.expand_dims(rstd, 0)
-    if BIAS:
-        acc += gl.expand_dims(first_bias.to(gl.float32), 1)
-        if TILES == 2:
-            up += gl.expand_dims(second_bias.to(gl.float32), 1)
-    if ACT >= 0:
-        acc = apply_activation(acc, ACT)
-    if MODE == 0:
-        gl.store(out + at, acc.to(out.dtype.element_ty), mask=keep)
-    elif MODE == 1:
-        gl.store(out + at, (acc * up).to(out.dtype.element_ty), mask=keep)
-    else:
-        y = acc.to(h.dtype.element_ty).to(gl.float32)
-        if scale != 1.0:
-            y = y * scale
-        y = (y + before.to(gl.float32)).to(h.dtype.element_ty)
-        gl.store(h + at, y, mask=keep)
-        if NEXT:
-            f = y.to(gl.float32)
-            gl.store(scaled + at, (f * gl.expand_dims(factor.to(gl.float32), 1)).to(scaled.dtype.element_ty), mask=keep)
-            gl.store(squares_out + m * (N // BN) + pid, gl.sum(f * f, 0), mask=m < M)
+        acc, up = take_shares(zero, part, at, keep, BM * N, SPLIT, TILES == 2)
+    rstd = inverse_rms(parts, m, WIDTH, eps, NORM)
+    close_rows(
+        acc, up, m, n, keep, at, pid, M, N // BN, first_bias, second_bias, factor, rstd, before, out, h, scaled,
+        squares_out, scale, MODE, ACT, NORM, NEXT, BIAS,
+    )  # fmt: skip
 
 
 def launch_plain(
@@ -171,17 +139,17 @@ def launch_plain(
     squares, tiles, eps, h, next_weight, scaled, squares_out, *_, scale = behind
     const = {name: const[name] for name in ("N", "K", "BN", "WIDTH", "MODE", "ACT", "NORM", "NEXT", "BIAS", "PDL")}
     n, k, sub, padded = const["N"], const["K"], t.depth // 64, max(16, triton.next_power_of_2(rows))
-    kind = _DTYPES[x.dtype]
+    kind = DTYPES[x.dtype]
     inputs = TensorDescriptor(
-        x, [k // 64, x.shape[0], 64], [64, k, 1], [sub, padded, 64], _layout([sub, padded, 64], kind)
+        x, [k // 64, x.shape[0], 64], [64, k, 1], [sub, padded, 64], tile_layout([sub, padded, 64], kind)
     )
     weights = TensorDescriptor(
-        weight, [k // 64, weight.shape[0], 64], [64, k, 1], [sub, t.rows, 64], _layout([sub, t.rows, 64], kind)
+        weight, [k // 64, weight.shape[0], 64], [64, k, 1], [sub, t.rows, 64], tile_layout([sub, t.rows, 64], kind)
     )
     _few_kernel[(n // t.rows, t.split)](
         inputs, weights, *ends, *parts, squares, tiles, eps, h, next_weight, scaled, squares_out, scale, rows,
         SQUARES=triton.next_power_of_2(max(tiles, 8)), BM=padded, SUB=sub, SPLIT=t.split, STAGES=t.stages, LATE=t.late,
-        X_LAYOUT=_layout([padded, 64], kind), W_LAYOUT=_layout([t.rows, 64], kind), num_warps=t.warps, **const,
+        X_LAYOUT=tile_layout([padded, 64], kind), W_LAYOUT=tile_layout([t.rows, 64], kind), num_warps=t.warps, **const,
         **extra,
     )  # fmt: skip
 
@@ -193,7 +161,7 @@ def choose_plain_tiling(rows: int, weight: Tensor, mode: int) -> Tiling | None:
     pair = 2 if mode == GATED else 1
     outputs, inputs = weight.shape[0] // pair, weight.shape[1]
     tiles = outputs // 64
-    if not 1 < rows <= 64 or mode == ARGMAX or weight.dtype not in _DTYPES or outputs % 64 or inputs % 64:
+    if not 1 < rows <= 64 or mode == ARGMAX or weight.dtype not in DTYPES or outputs % 64 or inputs % 64:
         return None
     if tiles < (40 if mode == GATED else 48 if mode == STORE else 32):
         return None
@@ -207,7 +175,7 @@ def choose_plain_tiling(rows: int, weight: Tensor, mode: int) -> Tiling | None:
         return None
     stage = (pair * 64 + max(16, triton.next_power_of_2(rows))) * depth * 2
     alone = tiles * split <= processors()  # a program a processor
-    room = _MEMORY // (1 if alone else 2) - 1024
+    room = MEMORY // (1 if alone else 2) - 1024
     stages = max(2, min(inputs // split // depth, room // stage))
     if mode == STORE and alone:  # what follows is attention, whose programs are to have room
         return Tiling(False, 64, depth, 4, split, (stages + 1) // 2, whole=True, late=1)
