@@ -55,7 +55,7 @@ def test_kernels_that_call_the_most_are_compiled_first() -> None:
     assert collector.take() == []
 
 
-@pytest.mark.parametrize("kernel", ["decode_attention", "hopper_prefill"])
+@pytest.mark.parametrize("kernel", ["decode_attention", "hopper_prefill", "hopper_products"])
 def test_what_the_interpreter_does_not_show_compiles_without_a_device(kernel: str) -> None:
     root = Path(__file__).parents[3]
     program = [sys.executable, "-m", f"tests.ops.triton.compile_{kernel}"]
