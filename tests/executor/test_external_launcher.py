@@ -173,6 +173,11 @@ def test_ranks_that_are_asked_something_else_are_told(tmp_path: Path) -> None:
     assert "asks its engine to abort" not in str(caught.value)  # which would hide it
 
 
+def test_copies_are_counted_by_the_launcher() -> None:
+    with pytest.raises(ValueError, match="leave it out. Each tensor_parallel_size processes of the launcher are one"):
+        engine(DEMO, data_parallel_size=2, distributed_executor_backend="external_launcher")
+
+
 def test_processes_that_do_not_make_whole_engines_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="3 processes, which is no multiple of tensor_parallel_size=2"):
         launched(tmp_path, save("gpt2", tmp_path / "model"), 3, 2)

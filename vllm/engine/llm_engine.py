@@ -559,6 +559,11 @@ def _whole_config(config: VllmConfig | None, parts: dict[str, Any]) -> VllmConfi
 
 def _refuse_copies(config: ParallelConfig) -> None:
     if config.local_replicas > 1:
+        if config.distributed_executor_backend == "external_launcher":
+            raise ValueError(
+                f"data_parallel_size={config.data_parallel_size}: leave it out. Each tensor_parallel_size processes of "
+                "the launcher are one engine, so that there are as many as it starts processes for."
+            )
         raise ValueError(
             f"data_parallel_size={config.data_parallel_size}: LLM and LLMEngine run one engine in this process. Start "
             "one for each copy, with its data_parallel_rank, as examples/offline_inference_data_parallel.py does, or a "
