@@ -47,7 +47,7 @@ class Server:
         self.engine = make_engine(args)
         self.inner = build_app(args, self.engine)
 
-    @outer.api_route("/{path:path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)
+    @outer.api_route("/{path:path}", methods=["GET", "POST", "DELETE", "OPTIONS"], include_in_schema=False)
     async def answer(self, request: Request):
         return PassedOn(self.inner)
 

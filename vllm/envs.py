@@ -64,6 +64,8 @@ if TYPE_CHECKING:
     VLLM_USE_RAY_SPMD_WORKER: bool
     VLLM_USE_RAY_COMPILED_DAG: bool
     VLLM_USE_RAY_COMPILED_DAG_NCCL_CHANNEL: bool
+    VLLM_RAY_BUNDLE_INDICES: list[int]
+    VLLM_RAY_PER_WORKER_GPUS: float
     VLLM_WORKER_MULTIPROC_METHOD: str
     VLLM_ASSETS_CACHE: str
     VLLM_IMAGE_FETCH_TIMEOUT: int
@@ -156,6 +158,20 @@ def _size(name: str, text: str) -> float:
     return int(value) if value.is_integer() else value
 
 
+def _part(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value <= 1:
+        raise ValueError(f"environment variable {name} must be above 0 and at most 1, got {text!r}")
+    return value
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    return [_not_negative(name, item) for item in text.split(",") if item.strip()]
+
+
 def _not_negative(name: str, text: str) -> int:
     value = _integer(name, text)
     if value < 0:
@@ -240,6 +256,10 @@ _ONE_HOST = "all processes run on this host"
 def _no_launcher(config: Any) -> str:
     backend = config.parallel_config.distributed_executor_backend
     return "" if backend == "external_launcher" else "distributed_executor_backend is not external_launcher"
+
+
+def _no_places(config: Any) -> str:
+    return "" if config.parallel_config.distributed_executor_backend == "ray" else "Ray does not place the ranks"
 
 
 def _no_tensorizer(config: Any) -> str:
@@ -332,6 +352,20 @@ _TABLE = (
     EnvVar("VLLM_USE_RAY_SPMD_WORKER", _flag, False, "Ray workers execute as separate processes.", _NO_RAY),
     EnvVar("VLLM_USE_RAY_COMPILED_DAG", _flag, False, "Use Ray's compiled graphs.", _NO_RAY),
     EnvVar("VLLM_USE_RAY_COMPILED_DAG_NCCL_CHANNEL", _flag, True, "NCCL channels in Ray's compiled graphs.", _NO_RAY),
+    EnvVar(
+        "VLLM_RAY_BUNDLE_INDICES",
+        _numbers,
+        [],
+        "Bundles of the placement group that this engine takes, one for each rank, e.g. 2,3; by default the first.",
+        idle=_no_places,
+    ),
+    EnvVar(
+        "VLLM_RAY_PER_WORKER_GPUS",
+        _part,
+        1.0,
+        "Part of a GPU that each rank asks Ray for, so that others may have the rest.",
+        idle=_no_places,
+    ),
     EnvVar("VLLM_ALLOW_ENGINE_USE_RAY", _flag, False, "Allow the engine to run as a Ray actor.", _NO_RAY),
     EnvVar(
         "VLLM_PP_LAYER_PARTITION",

@@ -88,3 +88,8 @@ class EngineDeadError(VLLMServerError, RuntimeError):
         text = "EngineCore encountered an issue. See stack trace (above) for the root cause."
         super().__init__(f"{text} {reason}" if reason else text)
         self.reason = reason
+
+
+def told(error: BaseException) -> str:
+    """What an error says, for the message of another: what EngineDeadError begins with is said once."""
+    return (isinstance(error, EngineDeadError) and error.reason) or f"{type(error).__name__}: {error}"

@@ -275,6 +275,8 @@ def test_a_config_file_must_be_there_once_and_be_yaml(tmp_path: Path, capsys: An
 def test_an_unknown_word_names_the_near_ones(capsys: Any) -> None:
     assert "unrecognized arguments: --prot 5. Did you mean --port" in error(["--prot", "5"], capsys)
     assert "--data-parallel-size-local says how many copies" in error(["--headless"], capsys)
+    both = error(["--headless", "--data-parallel-start-rank", "2"], capsys)  # vLLM's second host has both
+    assert both.count("start a server on each host") == 1 and "hosts behind one server\n" in both
     assert "a load balancer of your own" in error(["--data_parallel_start_rank=2"], capsys)
 
 

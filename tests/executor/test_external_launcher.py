@@ -168,8 +168,14 @@ def test_ranks_that_find_other_times_give_the_answers_of_one_process(tmp_path: P
 
 def test_ranks_that_are_asked_something_else_are_told(tmp_path: Path) -> None:
     other = PROGRAM.replace("found = answers(llm, 4", "found = answers(llm, 4 + dist.get_rank()")
-    with pytest.raises(RuntimeError, match="This rank was given other requests than the first one"):
+    with pytest.raises(RuntimeError, match="This rank was given other requests than the first one") as caught:
         launched(tmp_path, save("gpt2", tmp_path / "model"), 2, 2, text=other)
+    assert "asks its engine to abort" not in str(caught.value)  # which would hide it
+
+
+def test_copies_are_counted_by_the_launcher() -> None:
+    with pytest.raises(ValueError, match="leave it out. Each tensor_parallel_size processes of the launcher are one"):
+        engine(DEMO, data_parallel_size=2, distributed_executor_backend="external_launcher")
 
 
 def test_processes_that_do_not_make_whole_engines_are_refused(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from vllm.executor.base import Executor
 from vllm.executor.ray_actor import versions
 from vllm.executor.ray_executor import RemoteRank, View, views_of
 from vllm.executor.ray_nodes import accept, carried_environment, check_model, check_versions, open_port
-from vllm.executor.ray_utils import order_of_bundles
+from vllm.executor.ray_utils import order_of_bundles, usable_bundles
 from vllm.executor.uniproc import UniprocExecutor
 from vllm.ipc.listeners import open_listener
 
@@ -132,6 +132,18 @@ def test_ranks_of_one_node_are_neighbours_and_the_drivers_come_first() -> None:
     nodes = {0: "b", 1: "a", 2: "b", 3: "a", 4: "c"}
     assert order_of_bundles(nodes, "b", range(5)) == [0, 2, 1, 3, 4]
     assert order_of_bundles(nodes, "c", [1, 2, 4]) == [4, 1, 2]
+
+
+def test_engines_that_share_a_placement_group_name_their_bundles(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = [{"GPU": 1.0}, {"CPU": 4.0}, {"GPU": 1.0}, {"GPU": 1.0}, {"GPU": 1.0}]
+    nodes = dict.fromkeys(range(5), "a")
+    assert order_of_bundles(nodes, "a", usable_bundles(group, "GPU", 2)) == [0, 2, 3, 4]
+    monkeypatch.setenv("VLLM_RAY_BUNDLE_INDICES", "4, 3")
+    assert order_of_bundles(nodes, "a", usable_bundles(group, "GPU", 2)) == [4, 3]
+    for wrong in ("3", "3,3", "1,3", "4,5"):
+        monkeypatch.setenv("VLLM_RAY_BUNDLE_INDICES", wrong)
+        with pytest.raises(ValueError, match=r"a bundle for each of the 2 ranks, got .* a GPU are \[0, 2, 3, 4\]"):
+            usable_bundles(group, "GPU", 2)
 
 
 def test_keys_stay_at_home(monkeypatch: pytest.MonkeyPatch) -> None:

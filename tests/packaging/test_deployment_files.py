@@ -47,7 +47,7 @@ def commands(name: str) -> list[list[str]]:
     for document in documents(name):
         for text in strings(document):
             for part in re.split(r"&&|\n(?!\s)", text.replace("\\\n", " ")):
-                words = shlex.split(part)
+                words = shlex.split(part.strip().removeprefix("exec "))
                 if words[:2] == ["vllm", "serve"]:
                     found.append(words[2:])
         found += [arguments for arguments in lists(document) if not arguments[0].startswith("-")]
@@ -99,6 +99,13 @@ def test_the_group_has_a_place_for_every_rank() -> None:
     ]
     assert gpus[0] + gpus[1] * (group["size"] - 1) == args.tensor_parallel_size * args.pipeline_parallel_size
     assert args.tensor_parallel_size == gpus[0]
+
+
+def test_a_server_that_a_shell_starts_takes_its_place() -> None:
+    """Else the signal that a pod is to end reaches the shell, and requests in progress are cut."""
+    leader = documents("leader_worker_set.yaml")[0]["spec"]["leaderWorkerTemplate"]["leaderTemplate"]["spec"]
+    assert "&& exec vllm serve" in leader["containers"][0]["args"][0]
+    assert leader["terminationGracePeriodSeconds"] > parsed(commands("leader_worker_set.yaml")[0]).shutdown_timeout
 
 
 def instructions(name: str) -> list[tuple[str, str]]:

@@ -156,6 +156,9 @@ def test_ray_serve_adds_replicas_while_there_is_load() -> None:
                 return bytes(answer.read())
 
         wanted = json.loads(ask(False))["choices"][0]["text"]
+        headers = {"Origin": "http://a.example", "Access-Control-Request-Method": "POST"}  # as a browser asks first
+        preflight = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", None, headers, method="OPTIONS")
+        assert urllib.request.urlopen(preflight, timeout=60).status == 200
         events = [line[6:] for line in ask(True).decode().splitlines() if line.startswith("data: {")]
         assert "".join(json.loads(event)["choices"][0]["text"] for event in events) == wanted and len(events) > 2
         stop, found = threading.Event(), []

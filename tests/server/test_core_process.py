@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from tests.server.engines import PROMPTS, assert_idle, core_pid, final, greedy, leftovers, make, running, settle
+from tests.tiny_models import save_llama
 from vllm.engine import async_llm_engine, wire
 from vllm.engine.async_llm_engine import AsyncEngineDeadError
 from vllm.engine.core_client import CoreProcess
@@ -102,6 +103,22 @@ async def test_killed_core_ends_every_request_at_once(model_folder):
     assert engine.get_num_unfinished_requests() == 0
     await engine.shutdown(0)
     assert leftovers() == before
+
+
+async def test_a_killed_rank_is_named_without_repetitions(tmp_path):
+    async with running(save_llama(tmp_path, intermediate_size=76), tensor_parallel_size=2) as engine:
+        (rank,) = [
+            child
+            for child in psutil.Process(core_pid(engine)).children()
+            if "worker_process" in " ".join(child.cmdline())
+        ]
+        tasks = await flood(engine, 2)
+        rank.kill()
+        await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10.0)
+        await settle(lambda: engine.errored)
+        text = str(engine.dead_error)
+    assert f"Rank 1 (pid {rank.pid}) was killed by signal 9" in text
+    assert text.count("EngineCore encountered an issue") == 1 and "EngineDeadError" not in text
 
 
 async def test_frozen_core_is_noticed_and_given_up(model_folder, monkeypatch):

@@ -14,11 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
+from vllm.entrypoints.openai.errors import APIError
 from vllm.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
     ResponsesRequest,
+    checked,
 )
 from vllm.entrypoints.openai.strict_json import MAX_DEPTH, MAX_INTEGER_DIGITS, MAX_VALUES, parse_object
 
@@ -117,6 +119,12 @@ def test_more_strings_than_values_are_refused_before_they_are_taken_apart() -> N
 def test_a_byte_order_mark_is_named() -> None:
     with pytest.raises(ValueError, match="byte order mark"):
         parse_object('\ufeff{"a": 1}'.encode())
+
+
+def test_an_error_begins_with_the_field_and_says_what_is_wrong() -> None:
+    body = {"prompt": "x", "logit_bias": {str(i): 0.0 for i in range(100_001)}}
+    with pytest.raises(APIError, match="^logit_bias: may have at most 100000 entries, got 100001$"):
+        checked(CompletionRequest, body)
 
 
 def test_long_integers_are_found_wherever_they_stand() -> None:

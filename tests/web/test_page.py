@@ -130,6 +130,26 @@ def test_it_streams_an_answer_and_shows_figures(page: Any) -> None:
     assert page.inner_text("#cache").endswith("%")
 
 
+def test_figures_are_those_of_all_copies_and_of_a_server_that_has_started_again(page: Any) -> None:
+    made = {"tokens": 4000}
+
+    def metrics(route: Any) -> None:
+        copies = [("engine_alive", 1.0, 1.0), ("kv_cache_usage_perc", 0.75, 0.25), ("num_requests_running", 3.0, 1.0)]
+        lines = [f'vllm:{name}{{engine="{i}"}} {two[i]}' for name, *two in copies for i in (0, 1)]
+        made["tokens"] += 10
+        route.fulfill(body="\n".join([*lines, f'vllm:generation_tokens_total{{engine="0"}} {made["tokens"]}']))
+
+    count = "document.querySelector('#line').getAttribute('points').split(',').length"
+    page.route("**/metrics", metrics)
+    unlock(page)
+    until(page, f"{count} > 2")
+    assert page.inner_text("#cache") == "50.0 %" and page.inner_text("#running") == "4"
+    made["tokens"] = 0
+    until(page, f"{count} > 4")
+    points = page.locator("#line").get_attribute("points").split()
+    assert all(float(point.partition(",")[2]) <= 79 for point in points)
+
+
 def test_stop_ends_the_answer_and_the_request(page: Any) -> None:
     unlock(page)
     page.fill("#max_tokens", "1500")

@@ -18,7 +18,7 @@ from vllm.config.scheduler import DEFAULT_SCHEDULER_CLASS
 from vllm.core.policies import AdmissionPolicy, DelayPolicy, PartialPrefillPolicy
 from vllm.core.scheduler import Scheduler, SchedulerLimits
 from vllm.engine.adapters import Adapters
-from vllm.exceptions import EngineDeadError, VLLMValidationError
+from vllm.exceptions import EngineDeadError, VLLMValidationError, told
 from vllm.executor.base import CPU_SECONDS_PER_TOKEN
 from vllm.faults import Faults
 from vllm.ipc.functions import named
@@ -326,7 +326,7 @@ class EngineCore:
     def _failed(self, error: Exception) -> list[CoreOutput]:
         """What a failed step ends: nothing yet if its requests can be tried again alone, else everything."""
         logger.exception("A step failed")
-        text = f"{type(error).__name__}: {error}"
+        text = told(error)
         return self._ended(self.scheduler.isolate(text)) if self._survives(error) else self._fail_all(text)
 
     def _advance(self) -> list[CoreOutput]:
@@ -405,8 +405,8 @@ class EngineCore:
         try:
             self._executor.check_health()
         except Exception as unhealthy:
-            logger.error("The executor did not survive: %s", unhealthy)
-            self._death = f"{type(error).__name__}: {error}"
+            logger.error("The executor did not survive: %s", told(unhealthy))
+            self._death = told(error)
             return False
         return True
 

@@ -29,6 +29,7 @@ import msgspec
 
 from vllm.engine import wire
 from vllm.engine.unread import Common, Unread, look_at, read
+from vllm.exceptions import told
 from vllm.faults import Faults
 from vllm.ipc import functions
 from vllm.ipc.child import end_with_parent
@@ -544,7 +545,7 @@ def main(argv: list[str], make: Callable[[dict[str, Any]], EngineCore] = make_co
             logger.exception("The engine core failed")
         for end in (connection, *further):
             with contextlib.suppress(OSError):
-                end.sendall(wire.frame(wire.Fatal(f"{type(error).__name__}: {error}")))
+                end.sendall(wire.frame(wire.Fatal(told(error))))
         return 1
     finally:
         if core is not None:

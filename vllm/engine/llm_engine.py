@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -34,6 +35,7 @@ from vllm.engine.processed import ProcessedRequest, RequestInput, packs
 from vllm.engine.prompts import first_step
 from vllm.engine.tokenizer import Tokenizer
 from vllm.engine.tokenizer_files import from_transformers, load_tokenizer
+from vllm.exceptions import EngineDeadError
 from vllm.logger import init_logger
 from vllm.metrics.log_line import StatsLog
 from vllm.metrics.registry import EngineMetrics
@@ -191,7 +193,8 @@ class LLMEngine:
                     self._client.begin()
                     self._add(requests[first:])
             except BaseException:
-                self.abort_request(ids)
+                with suppress(EngineDeadError):  # what has gone wrong before says more
+                    self.abort_request(ids)
                 self._early = [output for output in self._early if output.request_id not in ids]
                 raise
 
@@ -556,6 +559,11 @@ def _whole_config(config: VllmConfig | None, parts: dict[str, Any]) -> VllmConfi
 
 def _refuse_copies(config: ParallelConfig) -> None:
     if config.local_replicas > 1:
+        if config.distributed_executor_backend == "external_launcher":
+            raise ValueError(
+                f"data_parallel_size={config.data_parallel_size}: leave it out. Each tensor_parallel_size processes of "
+                "the launcher are one engine, so that there are as many as it starts processes for."
+            )
         raise ValueError(
             f"data_parallel_size={config.data_parallel_size}: LLM and LLMEngine run one engine in this process. Start "
             "one for each copy, with its data_parallel_rank, as examples/offline_inference_data_parallel.py does, or a "

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm import envs
 from vllm.executor.multiproc import Cast, MultiprocExecutor, Place
 from vllm.executor.rank_link import RankLink
 from vllm.executor.ray_actor import RankActor
@@ -38,6 +39,7 @@ from vllm.executor.ray_utils import (
     import_ray,
     initialize_ray_cluster,
     order_of_bundles,
+    usable_bundles,
 )
 from vllm.logger import init_logger
 
@@ -136,8 +138,9 @@ class RayExecutor(MultiprocExecutor):
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         kind = "GPU" if gpus else "CPU"
-        wanted = {"num_gpus": 1, "num_cpus": 0} if gpus else {"num_gpus": 0, "num_cpus": 0 if shared else 1}
-        usable = [i for i, bundle in enumerate(group.bundle_specs) if bundle.get(kind, 0) >= 1]
+        part = envs.VLLM_RAY_PER_WORKER_GPUS
+        wanted = {"num_gpus": part, "num_cpus": 0} if gpus else {"num_gpus": 0, "num_cpus": 0 if shared else 1}
+        usable = usable_bundles(group.bundle_specs, kind, world)
         nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
         driver = ray.get_runtime_context().get_node_id()
         order = order_of_bundles(nodes, driver, usable)[:world]

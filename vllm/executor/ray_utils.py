@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from vllm import envs
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
@@ -179,9 +180,26 @@ def _wait_until_ready(ray: Any, group: Any, config: ParallelConfig, kind: str) -
     )
 
 
+def usable_bundles(specs: Sequence[Mapping[str, float]], kind: str, world: int) -> list[int]:
+    """The bundles that have a device, or those that VLLM_RAY_BUNDLE_INDICES names, in its order.
+
+    specs: what each bundle of the group has.   kind: "GPU" or "CPU".   world: how many ranks there are.
+    """
+    usable = [i for i, bundle in enumerate(specs) if bundle.get(kind, 0) >= 1]
+    named: list[int] = envs.VLLM_RAY_BUNDLE_INDICES
+    if not named:
+        return usable
+    if len(set(named)) != len(named) or len(named) != world or not set(named) <= set(usable):
+        raise ValueError(
+            f"VLLM_RAY_BUNDLE_INDICES must name a bundle for each of the {world} ranks, got {named}; bundles with a "
+            f"{kind} are {usable}."
+        )
+    return named
+
+
 def order_of_bundles(nodes: Mapping[int, str], driver: str, needed: Sequence[int]) -> list[int]:
     """Bundles in the order of ranks: first those of the driver's node, then node by node, so that neighbours share one.
 
-    nodes: of each bundle.   needed: the bundles that may be used.
+    nodes: of each bundle.   needed: the bundles that may be used; those of one node stay in this order.
     """
-    return sorted(needed, key=lambda bundle: (nodes[bundle] != driver, nodes[bundle], bundle))
+    return sorted(needed, key=lambda bundle: (nodes[bundle] != driver, nodes[bundle]))

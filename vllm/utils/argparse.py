@@ -20,7 +20,7 @@ _FLAG_ACTIONS = (argparse.BooleanOptionalAction, argparse._StoreTrueAction, argp
 
 _ONE_SERVER_PER_HOST = (
     "start a server on each host, --data-parallel-size-local says how many copies it runs, and put a load balancer of "
-    "your own in front. On a Ray cluster --data-parallel-backend ray places copies on all hosts behind one server."
+    "your own in front. On a Ray cluster --data-parallel-backend ray places copies on all hosts behind one server"
 )
 _ELSEWHERE = {"--headless": _ONE_SERVER_PER_HOST, "--data-parallel-start-rank": _ONE_SERVER_PER_HOST}  # vLLM's flags
 
@@ -56,7 +56,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     ) -> argparse.Namespace:
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            hints = "".join(self._near(word) for word in unknown if word.startswith("-"))
+            hints = "".join(dict.fromkeys(self._near(word) for word in unknown if word.startswith("-")))
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hints}")
         return found
 
@@ -69,7 +69,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     def _near(self, word: str) -> str:
         key = word.partition("=")[0].replace("_", "-")
         if key in _ELSEWHERE:
-            return f". There is no {key} here: {_ELSEWHERE[key]}"
+            return f". Here, {_ELSEWHERE[key]}"
         near = difflib.get_close_matches(key, self._all_options(), n=3, cutoff=0.6)
         return f". Did you mean {' or '.join(near)}?" if near else ""
 

@@ -116,7 +116,8 @@ def _of_fields(error: ValidationError) -> APIError:
     for item in found[:8]:
         place = [str(part)[:64] for part in item["loc"][:3]]
         form = FORMS.get(place[0]) if place else None
-        parts[f"{'.'.join(place)}: {item['msg']}" if form is None else f"{place[0]} must be {form}"] = None
+        what = item["msg"].removeprefix("Value error, ")
+        parts[f"{'.'.join(place)}: {what}" if form is None else f"{place[0]} must be {form}"] = None
     param = str(found[0]["loc"][0]) if found and found[0]["loc"] else None
     return bad_request("; ".join(parts), param)
 

@@ -283,11 +283,13 @@ document.addEventListener("keydown", (event) => {
 const rates = [];
 let before = null;
 
+// The sums over all copies of the engine, and how many copies there are.
 function parse(text) {
-  const found = {};
+  const found = { copies: 0 };
   for (const line of text.split("\n")) {
     const match = /^vllm:([a-z_0-9]+)(\{[^}]*\})? ([-+.\deEInfNa]+)$/.exec(line);
     if (match && !match[1].endsWith("_bucket")) found[match[1]] = (found[match[1]] || 0) + Number(match[3]);
+    if (match && match[1] === "engine_alive") found.copies++;
   }
   found.time = performance.now() / 1000;
   return found;
@@ -348,9 +350,9 @@ async function tick() {
     state("ready", false);
     show("running", String(now.num_requests_running));
     show("waiting", String(now.num_requests_waiting));
-    show("cache", `${(100 * now.kv_cache_usage_perc).toFixed(1)} %`);
+    show("cache", `${(100 * now.kv_cache_usage_perc / now.copies).toFixed(1)} %`);
     show("hits", now.prefix_cache_queries_total ? `${(100 * now.prefix_cache_hits_total / now.prefix_cache_queries_total).toFixed(1)} %` : "–");
-    if (before) {
+    if (before && now.generation_tokens_total >= before.generation_tokens_total) { // else the server is a new one
       const seconds = now.time - before.time;
       const rate = (now.generation_tokens_total - before.generation_tokens_total) / seconds;
       rates.push(rate);
