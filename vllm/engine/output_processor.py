@@ -189,6 +189,9 @@ class OutputProcessor:
                 ):  # in the middle of the stream
                     outputs.append(self._take_plain(request, sequence, core_output.new_token_ids, now))
                     continue
+                if core_output.again:
+                    owner[core_output.request_id] = (request, request.begin_again(sequence))
+                    continue
                 if metrics is not None and core_output.new_token_ids:
                     sequence.count_tokens(len(core_output.new_token_ids), now, request, metrics)
                 request.note(core_output, now, self._tokenizer_of(request))
