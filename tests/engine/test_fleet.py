@@ -13,6 +13,7 @@ from vllm import SamplingParams
 from vllm.engine import fleet as fleet_module
 from vllm.engine.fleet import PREFIX_UNIT, Fleet, PrefixMemory, prefix_units
 from vllm.exceptions import EngineDeadError
+from vllm.sampling_params import RequestOutputKind
 from vllm.step.messages import CoreOutput, CoreRequest, CoreStats
 
 
@@ -69,6 +70,7 @@ class Bench:
         self.made: list[Client] = []
         self.ends: Counter[str] = Counter()
         self.errors: dict[str, str] = {}
+        self.again: list[str] = []
         self.deaths: list[str] = []
         self.stats: list[CoreStats] = []
 
@@ -90,6 +92,8 @@ class Bench:
                 self.ends[output.request_id] += 1
             if output.error is not None:
                 self.errors[output.request_id] = output.error
+            if output.again:
+                self.again.append(output.request_id)
 
 
 def request(name: str, tokens: list[int] | int = 8, **more: Any) -> CoreRequest:
@@ -188,6 +192,25 @@ async def test_nothing_is_lost_or_doubled_when_a_core_dies() -> None:
     assert third.index == 0 and third.added == ["new"]
     third.outputs([token("new", "stop")], CoreStats(prefix_cache_hits=2))
     assert bench.stats[-1].prefix_cache_hits == 9 and bench.stats[-1].engine == 0
+    await bench.fleet.stop()
+
+
+async def test_an_answer_that_is_given_as_a_whole_begins_again_elsewhere() -> None:
+    """Unless log probabilities were kept for it."""
+    bench = await Bench().attach()
+    kinds = {"whole": {}, "stop": {"stop": ["x"]}, "logprobs": {"logprobs": 1}, "prompt": {"prompt_logprobs": 1}}
+    first, second = bench.made
+    for name, more in kinds.items():
+        params = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, **more)  # type: ignore[arg-type]
+        bench.fleet.add([CoreRequest(f"{name}{i}", [i] * 8, params, 0) for i in range(2)])
+    assert len(first.added) == 4
+    first.outputs([token(name) for name in first.added], CoreStats())
+    first.die("gone")
+    moved = [name for name in first.added if name[:-1] in ("whole", "stop")]
+    assert bench.again == moved and second.added[4:] == moved and set(bench.errors) == set(first.added) - set(moved)
+    second.outputs([token(name, "stop") for name in moved], CoreStats())
+    assert bench.ends == dict.fromkeys(first.added, 1)
+    assert all(not replica.tokens for replica in bench.fleet._replicas if not replica.held)
     await bench.fleet.stop()
 
 

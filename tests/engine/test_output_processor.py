@@ -261,6 +261,19 @@ def test_abort_gives_a_last_output_and_frees_the_id():
         processor.add(make_request())
 
 
+@pytest.mark.parametrize("kind", [CUMULATIVE, DELTA, FINAL])
+def test_an_error_of_one_sequence_ends_the_whole_request(kind):
+    """Else a stream would go on and end as if nothing had happened."""
+    processor = new_processor()
+    processor.add(make_request(kind=kind, n=3, seed=1))
+    processor.process([CoreOutput("0_r", IDS[:2]), CoreOutput("2_r", IDS[:1], "length")])
+    found = processor.process([CoreOutput("0_r", [], "error", error="no memory"), CoreOutput("1_r", IDS[:1])])
+    (last,) = found.outputs
+    assert last.finished and failure_of(last) == "no memory"
+    assert found.aborts == ["1_r"] and processor.num_unfinished == 0 and not processor._owner
+    assert not processor.process([CoreOutput("1_r", IDS[:1], "length")]).outputs
+
+
 def test_error_ends_the_request_with_its_text():
     processor = new_processor()
     processor.add(make_request())

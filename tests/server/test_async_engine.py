@@ -27,7 +27,7 @@ from vllm import LLM, SamplingParams
 from vllm.engine.async_llm_engine import AsyncEngineDeadError, AsyncLLMEngine
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.openai.context import as_api_error
-from vllm.exceptions import EngineDeadError, QueueOverflowError, RetryableRequestError
+from vllm.exceptions import EngineDeadError, QueueOverflowError, RetryableRequestError, VLLMValidationError
 from vllm.metrics.registry import render
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import GuidedDecodingParams, RequestOutputKind
@@ -490,3 +490,13 @@ async def test_background_loop_by_hand(model_folder):
     assert not engine.is_running
     with pytest.raises(AsyncEngineDeadError):
         await final(engine, "Hello", greedy(), "b")
+
+
+async def test_sequences_that_wait_leave_the_queue_when_their_request_fails(model_folder) -> None:
+    """Else the queue would stay full of requests that are long gone."""
+    async with running(model_folder, max_num_seqs=4) as engine:
+        engine.output_processor.most_logprobs = 100
+        params = SamplingParams(n=24, logprobs=5, max_tokens=50, output_kind=RequestOutputKind.FINAL_ONLY)
+        with pytest.raises(VLLMValidationError, match="log probabilities"):
+            await final(engine, "Hello", params, "greedy")
+        await assert_idle(engine)

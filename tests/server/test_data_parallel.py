@@ -18,6 +18,7 @@ from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.engine.async_llm_engine import AsyncLLMEngine
 from vllm.exceptions import EngineDeadError, EngineGenerateError
+from vllm.sampling_params import RequestOutputKind
 
 
 @pytest.fixture(autouse=True)
@@ -105,6 +106,25 @@ async def test_what_has_not_begun_moves_when_a_rank_of_its_copy_is_killed(tmp_pa
         late = set(failed) & set(moves)  # the rank works on for a moment: what begins in it has begun
         assert len(late) <= 4, (late, [str(outcomes[name]) for name in late])
         assert all("Rank" not in str(outcomes[name]) for name in failed)
+
+
+async def test_a_whole_answer_in_progress_is_computed_again_when_its_copy_is_killed(model_folder: Path) -> None:
+    drawn = SamplingParams(n=3, seed=7, max_tokens=300, ignore_eos=True)
+    kinds = [greedy(300), greedy(300, stop=["qqq"]), drawn]
+    async with running(model_folder, data_parallel_size=2) as engine:
+        fleet: Any = engine._core
+        for params in kinds:
+            params.output_kind = RequestOutputKind.FINAL_ONLY
+        want = [await final(engine, "Hello", params, f"w{i}") for i, params in enumerate(kinds)]
+        tasks = [asyncio.ensure_future(final(engine, "Hello", kinds[i % 3], f"r{i}")) for i in range(6)]
+        victim = fleet._replicas[0]
+        while not victim.held or not all(held.begun for held in victim.held.values()):
+            await asyncio.sleep(0)
+        os.kill(victim.client.pid, signal.SIGKILL)
+        for i, found in enumerate(await asyncio.gather(*tasks)):
+            for a, b in zip(found.outputs, want[i % 3].outputs, strict=True):
+                assert (a.text, list(a.token_ids), a.finish_reason) == (b.text, list(b.token_ids), b.finish_reason)
+        await settle(lambda: all(r.alive for r in fleet._replicas), 60)
 
 
 async def test_a_rank_that_hangs_ends_its_engine_and_is_not_left(tmp_path: Path, monkeypatch: Any) -> None:

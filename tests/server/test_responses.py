@@ -7,6 +7,7 @@ import json
 import random
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -141,26 +142,35 @@ def test_background(client: openai.OpenAI) -> None:
         client.responses.create(model=MODEL, input="Hi", background=True, store=False)
 
 
+@contextmanager
+def frozen_core(server: Server) -> Iterator[None]:
+    """So that no response ends meanwhile."""
+    assert server.process is not None
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    (core,) = [child for child in children if "vllm.engine.core_process" in child.cmdline()]
+    core.suspend()
+    try:
+        yield
+    finally:
+        core.resume()
+
+
 def test_what_background_responses_hold_is_bounded(stored: Server) -> None:
     """Whatever part of a request it is; when one has ended, another has its room."""
     long = {"input": "a", "ignore_eos": True, "max_output_tokens": 1900, "background": True}
     large = {**long, "of_no_use": "x" * 15_000_000}
     begun = []
-    assert stored.process is not None
-    children = psutil.Process(stored.process.pid).children(recursive=True)
-    (core,) = [child for child in children if "vllm.engine.core_process" in child.cmdline()]
-    core.suspend()  # so that none ends meanwhile
     try:
-        while (answer := stored.post("/v1/responses", large)).status == 200:
-            begun.append(answer.json["id"])
-        assert len(begun) == MAX_BYTES // 15_000_000
-        error = answer.json["error"]
-        assert answer.status == 503 and "4 responses that are computed in the background take" in error["message"]
-        begun.append(stored.post("/v1/responses", long).json["id"])  # a small one has room
-        stored.post(f"/v1/responses/{begun[0]}/cancel", {})
-        begun.append(stored.post("/v1/responses", large).json["id"])
+        with frozen_core(stored):
+            while (answer := stored.post("/v1/responses", large)).status == 200:
+                begun.append(answer.json["id"])
+            assert len(begun) == MAX_BYTES // 15_000_000
+            error = answer.json["error"]
+            assert answer.status == 503 and "4 responses that are computed in the background take" in error["message"]
+            begun.append(stored.post("/v1/responses", long).json["id"])  # a small one has room
+            stored.post(f"/v1/responses/{begun[0]}/cancel", {})
+            begun.append(stored.post("/v1/responses", large).json["id"])
     finally:
-        core.resume()
         for one in begun:
             stored.post(f"/v1/responses/{one}/cancel", {})
 
@@ -312,6 +322,30 @@ def test_store_forgets_the_oldest() -> None:
     assert len(store) == 1
     store.put("too large", stored_of(2000))
     assert len(store) == 0
+
+
+def test_a_conversation_has_no_more_values_than_a_body(stored: Server) -> None:
+    """Each response adds those of its body, and reading them holds up everybody else."""
+    part = {"type": "input_text", "text": "a", "more": [1] * 600_000}
+    ask: dict[str, Any] = {"input": [{"role": "user", "content": [part]}], "max_output_tokens": 1}
+    first = stored.post("/v1/responses", ask).json
+    second = stored.post("/v1/responses", {**ask, "previous_response_id": first["id"]}).json
+    refused = stored.post("/v1/responses", {"input": "a", "previous_response_id": second["id"]})
+    assert refused.status == 400 and refused.json["error"]["param"] == "previous_response_id", refused
+    assert "more than 1000000 values and cannot be continued" in refused.json["error"]["message"]
+
+
+def test_a_large_response_in_the_background_is_there_until_it_is_done(stored: Server) -> None:
+    """Also where it takes more room than all stored responses may: what is computed is counted, and not forgotten."""
+    form = {"format": {"type": "text", "name": "\u4e16" * 4_800_000}}
+    large = {"input": "a", "ignore_eos": True, "max_output_tokens": 1900, "background": True, "text": form}
+    with frozen_core(stored):
+        begun = stored.post("/v1/responses", json.dumps(large, ensure_ascii=False).encode())
+        assert begun.status == 200
+        assert stored.post("/v1/responses", {**large, "text": None}).status == 503
+        path = "/v1/responses/" + begun.json["id"]
+        assert stored.get(path).status == 200
+    assert stored.request("DELETE", path).status == 200
 
 
 async def test_one_response_in_the_background_may_be_of_any_size_but_no_second() -> None:

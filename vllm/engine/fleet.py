@@ -21,6 +21,7 @@ from vllm.engine.adapters import LOADING, READY, UNKNOWN
 from vllm.engine.core_client import AsyncCoreClient, DeathHandler, OutputHandler
 from vllm.exceptions import EngineDeadError
 from vllm.logger import init_logger
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.step.block_hash import block_hash, root_hash, token_bytes
 from vllm.step.messages import CoreOutput, CoreRequest, CoreStats
 
@@ -40,7 +41,7 @@ MOST_RESTART_SECONDS = 60.0
 
 @dataclass(slots=True)
 class _Held:
-    """A request that a copy works on.   units: hashes of its prompt's prefixes.   begun: somebody has seen output.
+    """A request that a copy works on.   units: hashes of its prompt's prefixes.   begun: it has brought output.
 
     work: tokens of the prompt that the copy has to compute, as far as is known.
     """
@@ -50,6 +51,19 @@ class _Held:
     begun: bool = False
     moves: int = 0
     work: int = 0
+
+    @property
+    def may_move(self) -> bool:
+        """Whether nobody has seen output: also where what has come is kept for an answer that is given as a whole."""
+        if self.moves >= MOST_MOVES:
+            return False
+        params = self.message.params
+        return not self.begun or (
+            isinstance(params, SamplingParams)
+            and params.output_kind is RequestOutputKind.FINAL_ONLY
+            and params.logprobs is None  # which are counted as they come
+            and params.prompt_logprobs is None
+        )
 
 
 class PrefixMemory:
@@ -355,23 +369,26 @@ class Fleet:
     def _empty(self, replica: _Replica, reason: str) -> None:
         """Take the requests of a copy that has ended: those that are to move become orphans, the rest end."""
         moving: dict[str, _Held] = {}
-        ended = []
+        outputs = []
+        text = "The engine replica that worked on this request has ended."
         for request_id, held in replica.held.items():
             del self._owner[request_id]
-            if not held.begun and held.moves < MOST_MOVES:
+            if held.may_move:
+                if held.begun:
+                    outputs.append(CoreOutput(request_id, [], again=True))
+                held.begun = False
                 held.moves += 1
                 moving[request_id] = held
             else:
-                ended.append(request_id)
+                outputs.append(CoreOutput(request_id, [], finish_reason="error", error=text))
         logger.error(
             "Replica %d has ended: %s Of its requests %d move to others, %d end with an error.",
-            replica.index, reason, len(moving), len(ended),
+            replica.index, reason, len(moving), len(replica.held) - len(moving),
         )  # fmt: skip
         replica.held.clear()
         replica.tokens = 0
         replica.prefixes.clear()
         replica.base = replica.stats
-        text = "The engine replica that worked on this request has ended."
         stats = msgspec.structs.replace(
             replica.stats,
             alive=False,
@@ -385,7 +402,7 @@ class Fleet:
         )
         replica.stats = stats
         self._orphans.update(moving)  # of which those are taken out whose siblings have failed
-        self._on_outputs([CoreOutput(i, [], finish_reason="error", error=text) for i in ended], stats)
+        self._on_outputs(outputs, stats)
 
     async def _restart(self, lost: list[_Replica], reason: str) -> None:
         """Start copies again that have ended together, and give them what waits for one."""

@@ -189,6 +189,9 @@ class OutputProcessor:
                 ):  # in the middle of the stream
                     outputs.append(self._take_plain(request, sequence, core_output.new_token_ids, now))
                     continue
+                if core_output.again:
+                    owner[core_output.request_id] = (request, request.begin_again(sequence))
+                    continue
                 if metrics is not None and core_output.new_token_ids:
                     sequence.count_tokens(len(core_output.new_token_ids), now, request, metrics)
                 request.note(core_output, now, self._tokenizer_of(request))
@@ -196,6 +199,11 @@ class OutputProcessor:
                     aborts.append(core_output.request_id)
                 if core_output.logprobs or core_output.prompt_logprobs:
                     self._hold(request, core_output)
+                if sequence.error is not None and request.unfinished > 1:  # an answer without it is none
+                    del owner[core_output.request_id]
+                    changed.pop(request.message.request_id, None)
+                    outputs.append(self._end_with(request, sequence.error, now, aborts))
+                    continue
             except Exception as error:
                 changed.pop(request.message.request_id, None)
                 outputs.append(self._fail(request, error, now, aborts))

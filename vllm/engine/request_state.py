@@ -223,6 +223,12 @@ class RequestState:
         )
         return begun
 
+    def begin_again(self, sequence: SequenceState) -> SequenceState:
+        """Take an unfinished sequence for one of which nothing is known yet; what replaces it."""
+        again = SequenceState(sequence.index, self.message.prompt_token_ids, sequence.params, sequence.tokenizer)
+        self.sequences[sequence.index] = again
+        return again
+
     def note(self, output: CoreOutput, now: float, tokenizer: Tokenizer | None) -> None:
         """What an output says about the request as a whole."""
         metrics = self.metrics

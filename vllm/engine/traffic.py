@@ -87,6 +87,10 @@ class Traffic:
         processed = self._outputs.process(outputs)
         if processed.aborts:
             self._core.abort(processed.aborts)
+            for core_id in processed.aborts:  # of which nothing is heard any more
+                account = self._admission.leave(core_id)
+                if account is not None:
+                    roomy[account] = None
         if processed.follow_ups:
             self._core.add(processed.follow_ups)
         streams = self._streams

@@ -72,7 +72,7 @@ class CoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     id, None for eos. `logprobs` has one entry per new token when asked for. `prompt_logprobs` arrive in order, in
     chunks, without the leading None. `error` is the text for finish_reason "error"; if `refused`, the request itself
     is at fault; if `late`, it has not begun, and may be sent again. `pooled` is the one answer of a request with
-    `PoolingParams`, which ends with it.
+    `PoolingParams`, which ends with it. `again`: what it has brought so far is void, and comes once more.
     """
 
     request_id: str
@@ -88,6 +88,7 @@ class CoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     refused: bool = False
     pooled: Pooled | None = None
     late: bool = False
+    again: bool = False
 
     def extend(self, later: CoreOutput) -> None:
         """Add what the step after this one brought for the same request."""

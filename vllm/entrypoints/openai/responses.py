@@ -20,6 +20,7 @@ from vllm.entrypoints.openai.logprobs import chat_logprobs
 from vllm.entrypoints.openai.protocol import SHARED_WITH_CHAT, ChatCompletionRequest, ResponsesRequest
 from vllm.entrypoints.openai.response_items import Event, OutputItems, to_chat_choice, to_chat_tools, to_messages
 from vllm.entrypoints.openai.response_store import Stored
+from vllm.entrypoints.openai.strict_json import MAX_VALUES, cost_of
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.tool_parsers.deltas import Content, Delta
@@ -74,7 +75,7 @@ async def prepare(context: ServerContext, request: ResponsesRequest, request_id:
         context.responses.check("previous_response_id")
         kept = context.responses.get(request.previous_response_id).messages
         before = len(kept)
-        conversation = [*await context.in_lane(before, json.loads, kept), *conversation]
+        conversation = [*await context.in_lane(before, _conversation, kept), *conversation]
     instructions = [] if request.instructions is None else [{"role": "system", "content": request.instructions}]
     body = ChatCompletionRequest(
         messages=[*instructions, *conversation],
@@ -104,6 +105,19 @@ async def prepare(context: ServerContext, request: ResponsesRequest, request_id:
     size = request.size + before
     parts = await context.engine.lanes.write(written) if size > LONG_CHARACTERS else written()
     return Work(request, response_id, new_id("msg", None, "_")[0], work, *parts, is_stored)
+
+
+def _conversation(kept: bytes) -> list[Any]:
+    """The messages of a stored response. Raises a 400 if they are more than a body may have, each of which has added to
+    them: no other thread runs while they are read.
+    """
+    if cost_of(kept) > MAX_VALUES:
+        raise bad_request(
+            f"The conversation has more than {MAX_VALUES} values and cannot be continued; begin another one.",
+            "previous_response_id",
+        )
+    found: list[Any] = json.loads(kept)
+    return found
 
 
 def _is_stored(context: ServerContext, request: ResponsesRequest) -> bool:
@@ -308,7 +322,6 @@ def begin(context: ServerContext, work: Work) -> bytes:
     held = work.request.size + len(work.echoed)
     entry = Stored("queued", lambda status: _body(work, status), work.conversation, work.input_items, held=held)
     context.responses.check_running(entry.size)  # others may have begun since `prepare`
-    context.responses.put(work.id, entry)
 
     def keep(done: Finished) -> None:
         _keep(context, work, done, entry)
@@ -322,7 +335,8 @@ def begin(context: ServerContext, work: Work) -> bytes:
             problem = {"code": "server_error", "message": message}
             keep(Finished("failed", (), _body(work, "failed", error=problem)))
 
-    entry.task = asyncio.ensure_future(run())
+    entry.task = asyncio.ensure_future(run())  # before it is kept: what is computed is counted, and not forgotten
+    context.responses.put(work.id, entry)
     return entry.text
 
 

@@ -59,7 +59,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     Raises ValueError for anything else: bad UTF-8, lone surrogates, NaN and Infinity, numbers beyond all bounds,
     duplicate keys, nesting deeper than MAX_DEPTH, more than MAX_VALUES values.
     """
-    if len(body) > MAX_VALUES // _CONTAINER_COST and _cost(body) > MAX_VALUES:
+    if len(body) > MAX_VALUES // _CONTAINER_COST and cost_of(body) > MAX_VALUES:
         raise ValueError(
             f"The body has more than {MAX_VALUES} values (each list, object and key counts for {_CONTAINER_COST}); "
             "send less in one request."
@@ -86,7 +86,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     return value
 
 
-def _cost(body: bytes) -> int:
+def cost_of(body: bytes) -> int:
     """What reading the body costs, in numbers read. Never too low; strings with such characters make it too high."""
     return body.count(b",") + _CONTAINER_COST * sum(map(body.count, (b"[", b"{", b":")))
 
