@@ -256,6 +256,10 @@ def test_experts(kind, dtype):
         y, weights, home = moe_kernels.routed_mlp(x, logits, *packed, top_k, True, "silu", pdl=True)
         assert error(moe_kernels.sum_chosen(y, weights, home), want) < 3 * TOLERANCE[dtype], tokens
         assert error(moe.expert_mlp(x, weights, chosen, *packed, "silu"), want) < 3 * TOLERANCE[dtype], tokens
+        if tokens > 1:  # a choice that is another rank's
+            chosen[::3, 0], weights[::3, 0] = experts, 0.0
+            want = moe.expert_mlp.reference(x.float(), weights, chosen % experts, *numbers, "silu")
+            assert error(moe.expert_mlp(x, weights, chosen, *packed, "silu"), want) < 3 * TOLERANCE[dtype], tokens
         if tokens == 1:
             none = torch.zeros(1, device="cuda")
             s = Stream(1, hidden, x.clone(), x.clone(), torch.zeros(1, hidden, device="cuda"), *(none,) * 5)

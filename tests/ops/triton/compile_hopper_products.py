@@ -12,9 +12,10 @@ import torch
 import triton
 
 from tests.ops.triton.compile_hopper_prefill import Compiled
-from vllm.ops.triton import packed_few, packed_many, plain_few
+from vllm.ops.triton import moe, packed_few, packed_many, plain_few
 from vllm.ops.triton.decode_linear import GATED, RESIDUAL, STORE, Folded, Product, Stream, run_product
 from vllm.ops.triton.float8 import Float8Weight
+from vllm.ops.triton.packed_experts import PackedStack
 from vllm.ops.triton.packed_linear import PackedWords
 from vllm.ops.triton.precompile import _NoDevice
 
@@ -32,6 +33,15 @@ def packed(rows: int) -> PackedWords:
     weight.scales = empty(INPUTS // 128, rows, dtype=torch.float16)
     weight.order = weight.offsets = None
     return weight
+
+
+def stack(experts: int, rows: int) -> PackedStack:
+    found = PackedStack.__new__(PackedStack)
+    found.format, found.shape, found.group = "int4", torch.Size((experts, rows, INPUTS)), 128
+    found.words = empty(experts, INPUTS // 256, rows, 64, dtype=torch.int16)
+    found.scales = empty(experts, INPUTS // 128, rows, dtype=torch.float16)
+    found.offsets = None
+    return found
 
 
 def product(weight: torch.Tensor | PackedWords | Float8Weight, mode: int, rows: int, dtype: torch.dtype) -> None:
@@ -68,6 +78,11 @@ def main() -> None:
         product(Float8Weight(codes, empty(outputs, dtype=torch.float32), None), mode, rows, dtype)
         act = "silu" if mode == GATED else None
         packed_many.many_rows_product(empty(200, INPUTS, dtype=dtype), words, dtype, act=act, pdl=True)
+    experts = stack(6, 4096)
+    tiles = moe.Sorted(*(empty(3 * 20 + 1, dtype=torch.int32) for _ in range(3)), 20)
+    for tile_rows, act in ((64, "silu"), (128, "silu"), (128, None)):
+        x, out = empty(500, INPUTS), empty(500, 4096 // (1 if act is None else 2))
+        packed_many.experts_product(x, experts, tiles, tile_rows, out, act, True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from vllm.ops import moe as ops
 from vllm.ops.quantized_weights import round_to_fp8, round_to_groups
 from vllm.ops.triton import decode_experts, moe
 from vllm.ops.triton.decode_linear import Folded, Stream
-from vllm.ops.triton.packed_experts import PackedStack, pack_experts, tile_rows
+from vllm.ops.triton.packed_experts import PackedStack, _gather_kernel, pack_experts, tile_rows
 
 CPU = torch.device("cpu")
 KINDS = {
@@ -55,13 +55,22 @@ def test_choices_of_other_ranks_add_nothing(tokens):
 
 
 def test_very_many_rows_are_multiplied_by_numbers():
-    assert [tile_rows(pairs, 4) for pairs in (1, 64, 65, 128, 129, 1024, 1025)] == [16, 16, 32, 32, 64, 64, 0]
     gate_up, gate_up_numbers = stack("int4", 2, 64, 32)
     down, down_numbers = stack("int4", 2, 32, 32)
+    chosen = [tile_rows(pairs, gate_up, down, torch.float32) for pairs in (1, 32, 33, 64, 65, 512, 513)]
+    assert chosen == [16, 16, 32, 32, 64, 64, 0]
     x, chosen = torch.randn(600, 32), torch.randint(2, (600, 1))
     weights = torch.rand(600, 1)
     want = ops.expert_mlp.reference(x, weights, chosen, gate_up_numbers, down_numbers, "silu")
     torch.testing.assert_close(moe.expert_mlp(x, weights, chosen, gate_up, down, "silu"), want, rtol=1e-3, atol=1e-4)
+
+
+def test_rows_in_sorted_order():
+    x, chosen = torch.randn(20, 70), torch.randint(4, (20, 2))  # choices of expert 3 are another rank's
+    s, out = moe.sort_pairs(chosen, 3, 16), torch.zeros(40, 70)
+    _gather_kernel[(40, 3)](x, s.order, s.tiles, out, s.most, K=70, TOP_K=2, BLOCK=32, PDL=False)
+    pairs = torch.cat([(chosen.flatten() == expert).nonzero()[:, 0] for expert in range(3)])
+    assert torch.equal(out[: len(pairs)], x[pairs // 2]) and not out[len(pairs) :].any()
 
 
 @pytest.mark.parametrize("kind", KINDS)

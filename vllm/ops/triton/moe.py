@@ -514,10 +514,12 @@ def expert_mlp(
         return torch.empty_like(x)
     if act not in KINDS:
         return ops.expert_mlp.reference(x, weights, experts, gate_up, down, act, extras)
-    rows = tile_rows(tokens * top_k, len(gate_up))
-    if rows and extras is NO_EXTRAS and isinstance(gate_up, PackedStack) and isinstance(down, PackedStack):
-        s = sort_pairs(experts, len(gate_up), rows)
-        return sum_chosen(grouped_mlp(x.contiguous(), s, rows, gate_up, down, top_k, act, False), weights, s.home)
+    if extras is NO_EXTRAS and isinstance(gate_up, PackedStack) and isinstance(down, PackedStack):
+        rows = tile_rows(tokens * top_k, gate_up, down, x.dtype)
+        if rows:
+            s = sort_pairs(experts, len(gate_up), rows)
+            outputs = grouped_mlp(x.contiguous(), s, rows, gate_up, down, top_k, act, False)
+            return sum_chosen(outputs, weights, s.home)
     gate_up, down = (w if isinstance(w, Tensor) else w.numbers() for w in (gate_up, down))
     if not gate_up.is_contiguous() or not down.is_contiguous():
         return ops.expert_mlp.reference(x, weights, experts, gate_up, down, act, extras)
@@ -560,10 +562,11 @@ def routed_mlp(
 
     All tensors contiguous; pdl: as in `decode_linear`.
     """
-    rows = tile_rows(len(x) * top_k, len(gate_up))
-    if rows and isinstance(gate_up, PackedStack) and isinstance(down, PackedStack):
-        weights, s = route_and_sort(router_logits, top_k, renormalize, rows, pdl)
-        return grouped_mlp(x, s, rows, gate_up, down, top_k, act, pdl), weights, s.home
+    if isinstance(gate_up, PackedStack) and isinstance(down, PackedStack):
+        rows = tile_rows(len(x) * top_k, gate_up, down, x.dtype)
+        if rows:
+            weights, s = route_and_sort(router_logits, top_k, renormalize, rows, pdl)
+            return grouped_mlp(x, s, rows, gate_up, down, top_k, act, pdl), weights, s.home
     gate_up, down = (w if isinstance(w, Tensor) else w.numbers() for w in (gate_up, down))
     cut = _choose_tiling(len(x) * top_k, len(gate_up), down.shape[1], down.shape[2], x.dtype)
     weights, s = route_and_sort(router_logits, top_k, renormalize, cut.rows, pdl)

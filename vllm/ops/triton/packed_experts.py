@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from vllm.ops.triton.moe import Sorted
 
 _MOST_ROWS = 256  # of each expert on average; with more, the weights are written as numbers first
+_FEWEST_MANY, _MOST_MANY = 16, 768  # the same where `packed_many` multiplies, which it does with more than the fewest
+_GATHERED = 2048  # numbers of a row that a program copies
 _TOGETHER = 16  # tiles of rows that go through the weights together, so that both stay in the cache
 _ROW = 8  # rows of a tile of which one is real
 # from times on an H200, of Mixtral's shapes
@@ -232,18 +234,57 @@ def _fall_kernel(
     )  # fmt: skip
 
 
-def tile_rows(pairs: int, experts: int) -> int:
+def tile_rows(pairs: int, gate_up: PackedStack, down: PackedStack, dtype: torch.dtype) -> int:
     """Rows of a tile of the grouped products; 0: the weights should be numbers."""
-    each = pairs / experts
+    each = pairs / len(gate_up)
+    if _by_many(each, gate_up, down, dtype):
+        return 64 if each <= 32 else 128
     return 0 if each > _MOST_ROWS else 16 if each <= 16 else 32 if each <= 32 else 64
+
+
+def _by_many(each: float, gate_up: PackedStack, down: PackedStack, dtype: torch.dtype) -> bool:
+    """Whether `packed_many` multiplies so many rows of each expert, on average."""
+    if not _FEWEST_MANY < each <= _MOST_MANY or not has_warp_roles():
+        return False
+    from vllm.ops.triton import packed_many  # whose language not every Triton has
+
+    return packed_many.takes_experts(gate_up, down, dtype)
+
+
+@triton.jit(do_not_specialize=["most"])
+def _gather_kernel(
+    x, order, tiles, out, most, K: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """Grid (pairs, blocks): the rows of x [tokens, K] in sorted order; pairs of other ranks' experts have no row."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    last = tl.load(tiles + 3 * most) - 1
+    if row >= tl.load(tiles + 2 * most + last, mask=last >= 0, other=0):
+        return
+    token = tl.load(order + row).to(tl.int64) // TOP_K
+    tl.store(out + row * K + k, tl.load(x + token * K + k, mask=k < K), mask=k < K)
 
 
 def grouped_mlp(
     x: Tensor, s: Sorted, rows: int, gate_up: PackedStack, down: PackedStack, top_k: int, act: str, pdl: bool
 ) -> Tensor:
     """[pairs, hidden]: the outputs of the experts, in sorted order. rows: of a tile, by which `s` was sorted."""
-    pairs = len(x) * top_k
+    pairs, inputs = len(x) * top_k, x.shape[1]
     h, outputs = x.new_empty(pairs, down.shape[2]), x.new_empty(pairs, down.shape[1])
+    if _by_many(pairs / len(gate_up), gate_up, down, x.dtype):
+        from vllm.ops.triton.packed_many import experts_product
+
+        ordered = x.new_empty(pairs, inputs)
+        _gather_kernel[(pairs, triton.cdiv(inputs, _GATHERED))](
+            x, s.order, s.tiles, ordered, s.most, K=inputs, TOP_K=top_k, BLOCK=_GATHERED, PDL=pdl, num_warps=4,
+            **({"launch_pdl": True} if pdl else {}),
+        )  # fmt: skip
+        experts_product(ordered, gate_up, s, rows, h, act, pdl)
+        experts_product(h, down, s, rows, outputs, None, pdl)
+        return outputs
     _grouped(x, gate_up, s, h, rows, top_k, KINDS[act], pdl)
     _grouped(h, down, s, outputs, rows, top_k, -1, pdl)
     return outputs

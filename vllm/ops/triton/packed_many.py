@@ -1,5 +1,6 @@
-"""The product of many rows with weights of 4 bits on Hopper GPUs, in Gluon: numbers are made of the next codes while
-the matrix units multiply the last ones, which Triton's own pipeline does not do with operands that it computes.
+"""The product of many rows with weights of 4 bits, or of sorted rows with their experts' weights, on Hopper GPUs, in
+Gluon: numbers are made of the next codes while the matrix units multiply the last ones, which Triton's own pipeline
+does not do with operands that it computes.
 
 Words as in `packed_linear`, 64 a block and output. Inputs and words come through TMA; the weight is the left operand
 and stays in registers, of which two sets are in use: one that is multiplied, one that is being made.
@@ -8,6 +9,7 @@ and stays in registers, of which two sets are in use: one that is multiplied, on
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -28,6 +30,10 @@ from vllm.ops.triton.decode_parts import processors
 from vllm.ops.triton.hopper_parts import DTYPES, barrier, load_tile, tile_layout, view
 from vllm.ops.triton.packed_linear import ASSEMBLY, PackedWords, scaled_assembly
 
+if TYPE_CHECKING:
+    from vllm.ops.triton.moe import Sorted
+    from vllm.ops.triton.packed_experts import PackedStack
+
 _WORDS = 64
 _BLOCK = 256  # inputs of a block
 
@@ -46,15 +52,18 @@ class ManyTiling:
     registers: int = 0
 
 
-@gluon.jit(do_not_specialize=["M"])
+@gluon.jit(do_not_specialize=["M", "most"])
 def _many_kernel(
-    x, words, scales, out, part, arrived, M, N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, BM: gl.constexpr,
-    BN: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr, ACT: gl.constexpr, PDL: gl.constexpr,
-    W_LAYOUT: gl.constexpr, ASM0: gl.constexpr, ASM1: gl.constexpr, ASM2: gl.constexpr, ASM3: gl.constexpr,
+    x, words, scales, out, part, arrived, tiles, most, M, N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr, ACT: gl.constexpr,
+    PDL: gl.constexpr, EXPERTS: gl.constexpr, W_LAYOUT: gl.constexpr, ASM0: gl.constexpr, ASM1: gl.constexpr,
+    ASM2: gl.constexpr, ASM3: gl.constexpr,
 ):  # fmt: skip
     """Grid (rows / BM * N / (BN / TILES), SPLIT), rows first. x: [M, K], words: [blocks * TILES, N, 64], both as
     descriptors. ASM: what makes numbers of each of a word's codes. ACT: of a gated product, which has two TILES; else
     -1. With SPLIT > 1 each program sums a share of K; the last to arrive adds the parts up in fixed order.
+    EXPERTS: rows are sorted by expert, `most` is the number of tiles of rows there can be, and `tiles` says which there
+    are, as in `moe`; the experts' words and scales are one behind the other.
     """
     J: gl.constexpr = 64
     BLOCK: gl.constexpr = 4 * J
@@ -67,13 +76,27 @@ def _many_kernel(
     dtype: gl.constexpr = x.dtype
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BM, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    row_tiles = (M + BM - 1) // BM
+    row_tiles = most if EXPERTS else (M + BM - 1) // BM
     pid = gl.program_id(0)
     share = gl.program_id(1)
     begin = share * SHARE
     count = gl.minimum(SHARE, BLOCKS - begin)
     first_n = pid // row_tiles * WIDTH
     first_m = pid % row_tiles * BM
+    first_block = begin
+    group_scales = scales
+    if EXPERTS:
+        if PDL:
+            gdc_launch_dependents()
+            gdc_wait()
+        tile = pid % row_tiles
+        if tile >= gl.load(tiles + 3 * most):
+            return
+        expert = gl.load(tiles + tile)
+        first_m = gl.load(tiles + most + tile)
+        M = gl.load(tiles + 2 * most + tile)
+        first_block += expert * BLOCKS
+        group_scales += expert * (K // GROUP * ROWS)
     xs = gl.allocate_shared_memory(dtype, [STAGES, BM, J], x.layout)
     w_places = gl.allocate_shared_memory(gl.int16, [2, TILES, WIDTH, J], words.layout)
     ws = view(w_places, gl.int16, [2, BN, J], W_LAYOUT)
@@ -84,18 +107,18 @@ def _many_kernel(
     for i in gl.static_range(2):
         mbarrier.init(w_there.index(i), count=1)
     fence_async_shared()
-    if PDL:
+    if PDL and not EXPERTS:
         gdc_launch_dependents()
     for i in gl.static_range(2):
         mbarrier.expect(w_there.index(i), BN * J * 2, pred=i < count)
         load_tile(
-            words, [(begin + i) * TILES, first_n, 0], w_there.index(i), w_places.index(i), pred=i < count
+            words, [(first_block + i) * TILES, first_n, 0], w_there.index(i), w_places.index(i), pred=i < count
         )  # fmt: skip
     r = gl.arange(0, BN, gl.SliceLayout(1, left))
-    row_scales = scales + first_n + r % WIDTH + r // WIDTH * N
+    row_scales = group_scales + first_n + r % WIDTH + r // WIDTH * N
     near = gl.load(row_scales + begin * BLOCK // GROUP * ROWS).to(dtype)  # of the first half of a block, and the second
     far = gl.load(row_scales + (begin * BLOCK + BLOCK // 2) // GROUP * ROWS).to(dtype)
-    if PDL:
+    if PDL and not EXPERTS:
         gdc_wait()
     first_k = begin * BLOCK
     for i in gl.static_range(STAGES - 1):
@@ -131,7 +154,7 @@ def _many_kernel(
         a = ws.index(slot).load(left)
         mbarrier.expect(w_there.index(b % 2), BN * J * 2, pred=b + 2 < count)
         load_tile(
-            words, [(begin + b + 2) * TILES, first_n, 0], w_there.index(b % 2), w_places.index(b % 2),
+            words, [(first_block + b + 2) * TILES, first_n, 0], w_there.index(b % 2), w_places.index(b % 2),
             pred=b + 2 < count,
         )  # fmt: skip
     acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -165,11 +188,14 @@ def _many_kernel(
     gl.store(out + m.to(gl.int64)[None, :] * N + (first_n + n)[:, None], y, mask=(m < M)[None, :])
 
 
-def takes(weight: PackedWords, dtype: torch.dtype) -> bool:
-    """Whether the kernel multiplies by a weight: of the widths and groups it is cut for, on the GPU it is cut for."""
+def takes(weight: PackedWords | PackedStack, dtype: torch.dtype) -> bool:
+    """Whether the kernel multiplies by a weight, or the experts' of a stack: of the widths and groups it is cut for, on
+    the GPU it is cut for.
+    """
     if not ASSEMBLY or dtype not in DTYPES or weight.format != "int4" or weight.offsets is not None:
         return False
-    whole = weight.words.shape[2] == _WORDS and weight.shape[1] % _BLOCK == 0 and weight.shape[0] % 64 == 0
+    outputs, inputs = weight.shape[-2:]
+    whole = weight.words.shape[-1] == _WORDS and inputs % _BLOCK == 0 and outputs % 64 == 0
     return whole and weight.group % 128 == 0 and triton.runtime.driver.active.get_current_target().arch == 90
 
 
@@ -214,18 +240,42 @@ def many_rows_product(
         part = torch.empty(programs * t.split * t.outputs * t.rows, dtype=torch.float32, device=x.device)
         if arrived is None or arrived.numel() < programs:
             arrived = torch.zeros(programs, dtype=torch.int32, device=x.device)
+    _launch(x, weight, out, (part, arrived if t.split > 1 else None), None, programs, t, tiles, act, pdl)
+    return out
+
+
+def experts_product(
+    x: Tensor, weight: PackedStack, s: Sorted, rows: int, out: Tensor, act: str | None, pdl: bool
+) -> None:
+    """Rows x [pairs, in], sorted by expert in tiles of `rows`, times their experts' weights, to out [pairs, out]; act:
+    as for `many_rows_product`.
+    """
+    tiles = 1 if act is None else 2
+    t = ManyTiling(rows, 128, 8)
+    programs = s.most * (out.shape[1] // (t.outputs // tiles))
+    _launch(x, weight, out, (None, None), s, programs, t, tiles, act, pdl)
+
+
+def takes_experts(gate_up: PackedStack, down: PackedStack, dtype: torch.dtype) -> bool:
+    """Whether `experts_product` multiplies by both."""
+    return takes(gate_up, dtype) and takes(down, dtype) and gate_up.shape[1] % 128 == 0 and down.shape[1] % 128 == 0
+
+
+def _launch(
+    x: Tensor, weight: PackedWords | PackedStack, out: Tensor, parts: tuple[Tensor | None, Tensor | None],
+    s: Sorted | None, programs: int, t: ManyTiling, tiles: int, act: str | None, pdl: bool,
+) -> None:  # fmt: skip
+    (rows, k), n = x.shape, out.shape[1]
     asms = {f"ASM{i}": scaled_assembly(0, x.dtype == torch.float16, i, False) for i in range(4)}
     words = weight.words.view(-1, n, _WORDS)
     kind = DTYPES[x.dtype]
     inputs = TensorDescriptor(x, [rows, k], [k, 1], [t.rows, _WORDS], tile_layout([t.rows, _WORDS], kind))
-    weights = TensorDescriptor(
-        words, list(words.shape), list(words.stride()), [tiles, width, _WORDS],
-        tile_layout([tiles, width, _WORDS], gl.int16),
-    )  # fmt: skip
+    box = [tiles, t.outputs // tiles, _WORDS]
+    weights = TensorDescriptor(words, list(words.shape), list(words.stride()), box, tile_layout(box, gl.int16))
     _many_kernel[(programs, t.split)](
-        inputs, weights, weight.scales, out, part, arrived if t.split > 1 else None, rows, N=n, K=k, GROUP=weight.group,
-        BM=t.rows, BN=t.outputs, SPLIT=t.split, STAGES=t.stages, ACT=-1 if act is None else KINDS[act], PDL=pdl,
+        inputs, weights, weight.scales, out, *parts, None if s is None else s.tiles, 0 if s is None else s.most, rows,
+        N=n, K=k, GROUP=weight.group, BM=t.rows, BN=t.outputs, SPLIT=t.split, STAGES=t.stages,
+        ACT=-1 if act is None else KINDS[act], PDL=pdl, EXPERTS=s is not None,
         W_LAYOUT=tile_layout([t.outputs, _WORDS], gl.int16), **asms, num_warps=t.warps,
         **({"launch_pdl": True} if pdl else {}), **({"maxnreg": t.registers} if t.registers else {}),
     )  # fmt: skip
-    return out
