@@ -29,8 +29,10 @@ from vllm.ops.triton.packed_linear import (
 if TYPE_CHECKING:
     from vllm.ops.triton.moe import Sorted
 
-_MOST_ROWS = 256  # of each expert on average; with more, the weights are written as numbers first
+# from times on an H200, of Mixtral's shapes and Qwen3-30B-A3B's (`h200_packed_experts.json`)
+_MOST_ROWS = 128  # of each expert on average; with more, the weights are written as numbers first
 _FEWEST_MANY, _MOST_MANY = 16, 768  # the same where `packed_many` multiplies, which it does with more than the fewest
+_TALL = 128  # rows of each expert from which tiles have as many, not half
 _GATHERED = 2048  # numbers of a row that a program copies
 _TOGETHER = 16  # tiles of rows that go through the weights together, so that both stay in the cache
 _ROW = 8  # rows of a tile of which one is real
@@ -238,7 +240,7 @@ def tile_rows(pairs: int, gate_up: PackedStack, down: PackedStack, dtype: torch.
     """Rows of a tile of the grouped products; 0: the weights should be numbers."""
     each = pairs / len(gate_up)
     if _by_many(each, gate_up, down, dtype):
-        return 64 if each <= 32 else 128
+        return _TALL if each > _TALL else _TALL // 2
     return 0 if each > _MOST_ROWS else 16 if each <= 16 else 32 if each <= 32 else 64
 
 

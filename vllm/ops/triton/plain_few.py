@@ -171,7 +171,7 @@ def choose_plain_tiling(rows: int, weight: Tensor, mode: int) -> Tiling | None:
             break
         split *= 2
     depth = 128 if inputs // split % 128 == 0 else 64
-    if mode == RESIDUAL and depth == 64 and rows > 32:  # steps of Qwen2.5-3B were slower
+    if mode == RESIDUAL and depth == 64:  # steps of Qwen2.5-3B are slower
         return None
     stage = (pair * 64 + max(16, triton.next_power_of_2(rows))) * depth * 2
     alone = tiles * split <= processors()  # a program a processor
