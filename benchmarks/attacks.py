@@ -32,6 +32,7 @@ import psutil
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 STREAM = {"prompt": "Hello", "max_tokens": 64, "stream": True, "ignore_eos": True, "temperature": 0}
 USER = {"role": "user", "content": "Hi"}
+CALLED = {"type": "tool_use", "id": "t", "name": "f"}
 MEGABYTE = 1 << 20
 KNOWN = {
     **{"input": "a", "max_output_tokens": 1500, "ignore_eos": True, "store": True},
@@ -98,6 +99,18 @@ FOUND = [
             "prompt": ["a b c"] * 1000,
             "max_tokens": 4,
             "guided_json": {"type": "integer", "title": "a" * 200_000},
+        },
+    ),
+    Attack(
+        "/v1/messages: a tool's input of 200,000 keys",
+        "/v1/messages",
+        lambda: {
+            "max_tokens": 8,
+            "messages": [
+                USER,
+                {"role": "assistant", "content": [{**CALLED, "input": {f"k{i}": i for i in range(200_000)}}]},
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": "ok"}]},
+            ],
         },
     ),
     Attack("model: 15 MB", COMPLETIONS, lambda: {"model": "/a" * (7 * MEGABYTE), "prompt": "a"}),

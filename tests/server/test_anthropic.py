@@ -236,7 +236,7 @@ def test_translation_of_a_conversation() -> None:
     )
     made = messages.to_chat(context, request)
     assert ignored == ["thinking.budget_tokens"]
-    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": "é"}'}}
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"x": "é"}}}
     assert made.messages == [
         {"role": "system", "content": "s"},
         {"role": "user", "content": [{"type": "text", "text": "q"}]},

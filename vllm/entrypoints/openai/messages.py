@@ -218,7 +218,7 @@ def _of_assistant(blocks: Sequence[Mapping[str, Any]], i: int) -> dict[str, Any]
             name, given = block.get("name"), block.get("input")
             if not isinstance(name, str) or not isinstance(given, (Mapping, type(None))):
                 raise bad_request(f"messages[{i}]: a tool_use has a name and an input, an object.", "messages")
-            function = {"name": name, "arguments": json.dumps(given or {}, ensure_ascii=False)}
+            function = {"name": name, "arguments": given or {}}  # as the template wants it
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "thinking":
             thoughts.append(str(block.get("thinking") or ""))
