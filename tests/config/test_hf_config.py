@@ -173,6 +173,23 @@ def test_an_override_function_gets_and_returns_the_transformers_config(tmp_path:
         HFConfig.load(tmp_path, hf_overrides=lambda config: None)
 
 
+def _two_layers(config: Any) -> Any:
+    config.num_hidden_layers = 2
+    return config
+
+
+@pytest.mark.parametrize("overrides", [{"num_hidden_layers": 2}, _two_layers])
+def test_with_fewer_layers_by_an_override_the_kinds_of_the_last_are_left_out(tmp_path: Path, overrides: Any) -> None:
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    raw = document("qwen3", num_hidden_layers=3, layer_types=kinds, eos_token_id=[1, 2, 3], sliding_window=8)
+    write(tmp_path, {**raw, "use_sliding_window": True})
+    config = HFConfig.load(tmp_path, hf_overrides=overrides)
+    assert config.layer_types == ("full_attention", "sliding_attention")
+    assert config.eos_token_ids == (1, 2, 3)
+    with pytest.raises(ValueError, match="one entry for each of the 4 layers"):
+        HFConfig.load(tmp_path, hf_overrides={"num_hidden_layers": 4})
+
+
 @pytest.mark.parametrize("spelling", ["old", "new"])
 def test_rope_arguments_replace_the_scaling_and_the_base(tmp_path: Path, spelling: str) -> None:
     raw = document("phi", rope_theta=777.0)

@@ -177,6 +177,7 @@ class HFConfig:
                 "Use the version of the model in Hugging Face format, which has a config.json."
             )
         raw = read_json_object(file)
+        layers = raw.get("num_hidden_layers")
         if raw.get("auto_map") and not trust_remote_code and _is_ours(raw, hf_overrides):
             logger.info("%s names Python code of the model's repository, which is neither needed nor run.", file)
             raw = {name: value for name, value in raw.items() if name != "auto_map"}
@@ -185,6 +186,7 @@ class HFConfig:
             raw = _override_with_function(folder, hf_overrides, trust_remote_code)
         elif hf_overrides:
             raw = _with_overrides(raw, hf_overrides)
+        raw = _cut_to_fewer_layers(raw, layers)
         if rope_scaling:
             raw = _with_rope_scaling(raw, rope_scaling)
         if rope_theta is not None:
@@ -613,6 +615,15 @@ def _with_overrides(raw: dict[str, Any], changes: Mapping[str, Any]) -> dict[str
         if name in changes:
             merged = {**merged, "rope_parameters": {**merged["rope_parameters"], name: merged[name]}}
     return merged
+
+
+def _cut_to_fewer_layers(raw: dict[str, Any], layers: Any) -> dict[str, Any]:
+    """`raw`, whose lists of one entry for each of the file's `layers` end where an override ends the model."""
+    fewer = raw.get("num_hidden_layers")
+    if not isinstance(layers, int) or not isinstance(fewer, int) or not 0 < fewer < layers:
+        return raw
+    lists = {name: raw.get(name) for name in ("layer_types", "mlp_layer_types", "no_rope_layers")}
+    return {**raw, **{k: v[:fewer] for k, v in lists.items() if isinstance(v, list) and len(v) == layers}}
 
 
 def _with_newer_rope(raw: dict[str, Any], scaling: Mapping[str, Any]) -> dict[str, Any]:

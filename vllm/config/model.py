@@ -25,7 +25,7 @@ QUANTIZATIONS = (
     "aqlm", "awq", "deepspeedfp", "tpu_int8", "fp8", "ptpc_fp8", "fbgemm_fp8", "modelopt", "modelopt_fp4", "marlin",
     "bitblas", "gguf", "gptq_marlin_24", "gptq_marlin", "gptq_bitblas", "awq_marlin", "gptq", "squeezellm",
     "compressed-tensors", "bitsandbytes", "qqq", "hqq", "experts_int8", "neuron_quant", "ipex", "quark", "moe_wna16",
-    "torchao", "auto-round", "rtn",
+    "torchao", "auto-round", "rtn", "mxfp4",
 )  # fmt: skip
 DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 TOKENIZER_MODES = ("auto", "slow", "mistral", "custom")
