@@ -22,6 +22,10 @@ CONFIGS = {
     "tied": hf.LlamaConfig(**SIZES, tie_word_embeddings=True),
     "biases": hf.Qwen2Config(**SIZES),
     "experts": hf.MixtralConfig(**SIZES, num_local_experts=3),
+    "states": hf.MambaConfig(hidden_size=48, num_hidden_layers=2, vocab_size=131, state_size=8),
+    "heads of states": hf.Mamba2Config(
+        hidden_size=48, num_hidden_layers=2, vocab_size=131, state_size=8, num_heads=12, head_dim=8, n_groups=2
+    ),
     "turned": hf.GPT2Config(n_embd=48, n_layer=2, n_head=6, vocab_size=131, n_positions=64),
 }
 

@@ -58,6 +58,7 @@ def saved(model: Path, target: Path, max_size: int | None = None, **options: Any
         ("gemma2", {"dtype": "bfloat16"}),
         ("mixtral", {}),
         ("opt-350m", {}),
+        ("jamba", {}),
         ("llama", {"quantization": "fp8"}),
         ("mixtral", {"quantization": "experts_int8"}),
         ("llama", {"model_impl": "transformers"}),

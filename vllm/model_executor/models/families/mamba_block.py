@@ -29,7 +29,7 @@ from vllm.step.inputs import StepInputs
 class MambaMixer(nn.Module):
     """The mixer on one rank, which has a share of the channels.
 
-    a: log of -A as checkpoints have it, and, once loaded, A itself; both fp32.
+    a: log of -A as checkpoints have it.   negative: A, once it is loaded.   Both fp32.
     """
 
     def __init__(self, spec: Mamba, hidden_size: int, place: KVPlace, ctx: BuildContext, prefix: str) -> None:
@@ -53,14 +53,20 @@ class MambaMixer(nn.Module):
         self.conv = channels(1, spec.conv, dtype=ctx.dtype)
         self.conv_bias = channels(dtype=ctx.dtype) if spec.conv_bias else None
         self.a, self.d, self.dt_bias = channels(spec.state), channels(), channels()
+        self.negative: Tensor | None = None
         self.norms = nn.ModuleList()
         if spec.norm is not None:
             sizes = (spec.rank, spec.state, spec.state)
             self.norms.extend(build_norm(spec.norm, size, ctx.dtype) for size in sizes)
 
     def process_after_load(self) -> None:
-        """A from its logarithm."""
-        self.a = self.a.over(-self.a.data.exp())
+        """A from its logarithm, in the same memory each time: graphs read it there."""
+        negative = -self.a.data.exp()
+        self.negative = negative if self.negative is None else self.negative.copy_(negative)
+
+    def restore(self) -> bool:
+        """The weights are as they came; what is made of them is to be made again."""
+        return True
 
     def forward(self, x: Tensor, step: StepInputs, kv_caches: Sequence[Tensor], rows: Tensor | None) -> Tensor:
         """x: [tokens, hidden] -> [tokens or rows, hidden]. rows: as in `DecoderBlock.forward`."""
@@ -72,7 +78,8 @@ class MambaMixer(nn.Module):
         if spec.norm is not None:
             parts = [norm(part.contiguous()) for norm, part in zip(self.norms, parts, strict=True)]
         dt = self.dt.project(parts[0].contiguous(), view)
-        y = selective_scan(u, dt, self.dt_bias, self.a, parts[1], parts[2], self.d, gate, states, step, group)
+        a = -self.a.data.exp() if self.negative is None else self.negative
+        y = selective_scan(u, dt, self.dt_bias, a, parts[1], parts[2], self.d, gate, states, step, group)
         return self.out.project(pick(y, rows), step.view(picked=rows is not None))
 
 
@@ -113,8 +120,16 @@ class Mamba2Mixer(nn.Module):
         self.expanded: tuple[Tensor, Tensor, Tensor] | None = None
 
     def process_after_load(self) -> None:
-        """Repeat what heads have for their channels."""
-        self.expanded = self._expand()
+        """Repeat what heads have for their channels, in the same memory each time: graphs read it there."""
+        if self.expanded is None:
+            self.expanded = self._expand()
+        else:
+            for kept, value in zip(self.expanded, self._expand(), strict=True):
+                kept.copy_(value)
+
+    def restore(self) -> bool:
+        """As `MambaMixer.restore`."""
+        return True
 
     def _expand(self) -> tuple[Tensor, Tensor, Tensor]:
         a, d, offset = (t.data.repeat_interleave(self.spec.head_dim) for t in (self.a, self.d, self.dt_bias))
