@@ -138,9 +138,12 @@ def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 
 # Fields that configs have although no class sets them by default.
 _OVERRIDABLE = frozenset(
-    {"architectures", "auto_map", "dtype", "head_dim", "layer_types", "model_type", "pad_token_id",
-     "quantization_config", "rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "text_config",
-     "torch_dtype", "vocab_size"}
+    {"_num_labels", "architectures", "auto_map", "classifier_from_token", "compression_config", "dtype", "head_dim",
+     "id2label", "is_causal", "is_encoder_decoder", "is_matryoshka", "is_original_qwen3_reranker", "layer_types",
+     "matryoshka_dimensions", "method", "model_type", "num_labels", "pad_token_id", "padded_vocab_size",
+     "problem_type", "quantization_config", "rope_parameters", "rope_pct", "rope_scaling", "rope_theta",
+     "rotary_emb_base", "rotary_pct", "rotary_percent", "sbert_ce_default_activation_function", "sliding_window",
+     "text_config", "torch_dtype", "vocab_size"}
 ).union(*_NAMES.values())  # fmt: skip
 
 
@@ -599,7 +602,7 @@ def _with_overrides(raw: dict[str, Any], changes: Mapping[str, Any]) -> dict[str
     """
     unknown = sorted(changes.keys() - raw.keys() - _OVERRIDABLE - known_fields())
     if unknown:
-        logger.warning("hf_overrides: no model has the fields %s; they change nothing.", ", ".join(map(str, unknown)))
+        logger.warning("hf_overrides: no model is known to have the fields %s.", ", ".join(map(str, unknown)))
     merged = _merge(raw, changes)
     if "rope_parameters" in changes:
         if "rope_scaling" not in changes:
