@@ -181,3 +181,6 @@ def test_wrong_requests_say_what_to_do(tmp_path: Path, capsys: pytest.CaptureFix
     short = ["--data", str(tmp_path / "short.txt")]
     assert run(["quantize", "demo", "--format", "gptq", *short, "--out", str(tmp_path / "c")]) == 1
     assert "expected at least" in capsys.readouterr().err
+    assert run(["quantize", "demo", "--format", "fp8", "--out", str(tmp_path / "full" / "x" / "y")]) == 1
+    assert "Not a directory" in capsys.readouterr().err
+    assert run(["quantize", "demo", "--format", "fp8", "--tokens", "1280", "--out", str(tmp_path / "c")]) == 0

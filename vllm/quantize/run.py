@@ -315,14 +315,15 @@ def _replace(file: Path, text: str) -> None:
 
 
 def _check_resumable(job: Job, target: Target) -> None:
-    """Begin a job's state, or see that what is there belongs to the same job."""
+    """Begin a job's state, or see that what is there belongs to the same job, if that one has written anything."""
     job.out.mkdir(parents=True, exist_ok=True)
     asked = {"model": job.model, "format": job.format, "group": target.group, "act_order": target.act_order,
              "round": target.round, "bits": target.bits, "data": str(job.data), "tokens": job.tokens}  # fmt: skip
     file = job.out / _STATE
-    if not file.exists():
+    state = json.loads(file.read_text()) if file.exists() else None
+    if state is None or not state["errors"]:
         _replace(file, json.dumps({"job": asked, "errors": {}}))
-    elif json.loads(file.read_text())["job"] != asked:
+    elif state["job"] != asked:
         raise ValueError(f"{job.out} holds the beginning of another job. Name another folder, or delete it.")
 
 

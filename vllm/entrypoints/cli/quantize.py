@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     )
     try:
         report = quantize(job)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"vllm quantize: {error}", file=sys.stderr)
         return 1
     print(describe(report))
