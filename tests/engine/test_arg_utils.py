@@ -525,7 +525,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"gpu_memory_utilization": "0.9"}, "gpu_memory_utilization must be a number"),
     ({"cpu_offload_gb": -1}, "CPU offload space must be non-negative, but got -1.0"),
     ({"swap_space": -1}, "swap_space must be non-negative"),
-    ({"kv_cache_dtype": "int3"}, "Unknown kv cache dtype: int3"),
+    ({"kv_cache_dtype": "int3"}, "Unknown kv cache dtype: int3. Must be one of ['auto', "),
     ({"prefix_caching_hash_algo": "md5"},
      "Unknown prefix caching hash algorithm: md5. Must be one of ('builtin', 'sha256')."),
     ({"tokenizer_mode": "quick"},

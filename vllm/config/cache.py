@@ -54,7 +54,7 @@ class CacheConfig:
     )
     cache_dtype: str = setting(
         "auto",
-        Choice(values=CACHE_DTYPES, error=lambda value: f"Unknown kv cache dtype: {value}"),
+        Choice(values=CACHE_DTYPES, error=lambda x: f"Unknown kv cache dtype: {x}. Must be one of {[*CACHE_DTYPES]}."),
         'The type that keys and values are stored in; "auto": the model\'s. The fp8 types take half the memory.',
         name="kv_cache_dtype",
     )
