@@ -100,6 +100,31 @@ def test_one_call_may_be_larger_than_the_queue():
         admission.check(1000, 9)
 
 
+def test_what_waits_for_a_free_slot_needs_no_place():
+    """Those that have just come have no token yet, although nothing keeps them from running."""
+    settings: Any = SimpleNamespace(max_num_seqs=4, max_num_queued_reqs=2, max_num_queued_tokens=None)
+    inside: list[str] = []
+    admission = Admission(settings, in_core=lambda: len(inside))
+
+    def come(name: str) -> None:
+        admission.check()
+        inside.append(name)
+        admission.enter(messages([name]))
+
+    for name in "abcdef":
+        come(name)
+    with pytest.raises(QueueOverflowError, match="6 sequences wait, this request has 1, and at most 6 may"):
+        admission.check()
+    for name in "abcd":
+        admission.leave(name)
+    with pytest.raises(QueueOverflowError, match="2 sequences wait, this request has 1, and at most 2 may"):
+        admission.check()
+    inside.remove("a")
+    come("g")
+    with pytest.raises(QueueOverflowError):
+        admission.check()
+
+
 def test_n_counts_as_n():
     admission = new(slots=2, sequences=6, tokens=100)
     admission.enter(messages(["a"]))

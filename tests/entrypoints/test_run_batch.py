@@ -49,6 +49,9 @@ LINES = [
     (line("long", "/v1/completions", prompt=[5] * 5000), 400, "maximum context length"),
     ('{"custom_id": "get", "method": "GET", "url": "/v1/completions", "body": {}}', 400, "POST"),
     ('{"custom_id": "bare", "url": "/v1/completions"}', 400, "body must be an object"),
+    (line("nan", "/v1/completions", prompt=PROMPT, temperature=float("nan")), 400, "NaN is not JSON"),
+    (line('c"\\ut', "/v1/completions", prompt='"custom_id": "prompt"')[:-5], 400, "not valid JSON"),
+    ('{"custom_id": "one", "body": {"custom_id": "other"}', 400, "not valid JSON"),
     ("{not json", 400, "JSON"),
     ("[1, 2]", 400, "object"),
 ]
@@ -103,6 +106,9 @@ def test_good_and_bad_lines_each_get_their_answer(tmp_path: Path):
             "long",
             "get",
             "bare",
+            "nan",
+            'c"\\ut',
+            None,
             None,
             None,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import re
 import socket
@@ -15,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 import vllm
@@ -124,6 +126,40 @@ def test_tls_with_certificates_of_both_sides(dressed: Server, certificates: Path
         with pytest.raises(OSError):
             answer_over(dressed.port, context)
     assert not dressed.raw(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n", timeout=5).startswith(b"HTTP/1.1 200")
+
+
+def test_clients_that_say_no_hello_make_room(model_folder: Path, certificates: Path) -> None:
+    """Until they speak TLS they are no connections, of which there may be so many, but open files all the same."""
+    tls = trusting(certificates, client=False)
+    files = ("--ssl-keyfile", str(certificates / "server.key"), "--ssl-certfile", str(certificates / "server.pem"))
+    with Server(model_folder, *files, "--max-connections", "20", tls=tls) as server:
+        assert server.process is not None
+        before = psutil.Process(server.process.pid).num_fds()
+        silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(200)]
+        assert server.request("GET", "/health").status == 200
+        assert psutil.Process(server.process.pid).num_fds() < before + 50
+        # one that comes byte by byte, its request at once behind the handshake
+        incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        client = tls.wrap_bio(incoming, outgoing, server_hostname="127.0.0.1")
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            while True:
+                try:
+                    client.do_handshake()
+                    break
+                except ssl.SSLWantReadError:
+                    for byte in outgoing.read():
+                        connection.sendall(bytes([byte]))
+                    incoming.write(connection.recv(65536))
+            client.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            connection.sendall(outgoing.read())
+            answer = b""
+            while b"200 OK" not in answer:
+                incoming.write(connection.recv(65536))
+                with contextlib.suppress(ssl.SSLWantReadError):
+                    answer += client.read(65536)
+        for each in silent:
+            each.close()
 
 
 def test_a_client_that_says_no_hello_is_cut(dressed: Server) -> None:

@@ -64,7 +64,8 @@ class SchedulerConfig:
     max_num_queued_reqs: int | None = setting(
         None,
         Integer(low=1, optional=True),
-        "The most requests that may wait in a server; more are refused. Default: 8 for each that may run at once.",
+        "The most requests that may wait in a server, beside those for which there are free slots; more are refused. "
+        "Default: 8 for each that may run at once.",
     )
     max_num_queued_tokens: int | None = setting(
         None,

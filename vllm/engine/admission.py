@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ DEFAULT_SEQUENCES_PER_SLOT = 8
 DEFAULT_QUEUED_TOKENS = 1 << 22
 # Of the queue, for one account: no more than the slots that it could have if it were alone.
 ACCOUNT_SHARE = 4
-COLUMNS = 3  # of a tally: sequences that wait, tokens of their prompts, requests held back
+COLUMNS = 4  # of a tally: sequences that wait, tokens of their prompts, requests held back, sequences with a token
 # Requests held back of all accounts, for each sequence that may wait: those of calls that are let in although the queue
 # has no room for all of them.
 HELD_PER_PLACE = 4
@@ -45,9 +45,12 @@ class Admission:
     place from others.
     """
 
-    def __init__(self, config: SchedulerConfig, engines: int = 1) -> None:
-        """engines: that share the queue, each as often as it has stages."""
-        slots = engines * config.max_num_seqs
+    def __init__(self, config: SchedulerConfig, engines: int = 1, in_core: Callable[[], int] | None = None) -> None:
+        """engines: that share the queue, each as often as it has stages.   in_core: how many sequences the core has, at
+        least; what waits for the slots that they leave free needs no place. None: all slots are taken.
+        """
+        self.slots = slots = engines * config.max_num_seqs
+        self._in_core = in_core
         self.max_sequences = config.max_num_queued_reqs or DEFAULT_SEQUENCES_PER_SLOT * slots
         self.max_tokens = config.max_num_queued_tokens or DEFAULT_QUEUED_TOKENS
         self.share = max(1, min(slots, self.max_sequences // ACCOUNT_SHARE))
@@ -70,6 +73,17 @@ class Admission:
             self._tally.put(0, self.waiting)
             self._tally.put(1, self._tokens)
             self._tally.put(2, self._held)
+            self._tally.put(3, self._running)
+
+    def step_taken(self) -> None:
+        """Sequences have perhaps ended."""
+        if self._tally is not None:
+            self._tally.put(3, self._running)
+
+    @property
+    def _running(self) -> int:
+        """Sequences with a token."""
+        return self.slots if self._in_core is None else max(0, self._in_core() - len(self._waiting))
 
     @property
     def waiting(self) -> int:
@@ -80,7 +94,7 @@ class Admission:
         return self._tokens
 
     def check(self, sequences: int = 1, tokens: int = 0, short: bool = False) -> None:
-        """Raise QueueOverflowError if there is no room. An empty queue takes anything.
+        """Raise QueueOverflowError if there is no room. An empty queue takes anything, and free slots what fits them.
 
         A call needs a place for each of its sequences (n = 4 counts four times), or only for the first as long as no
         other call has any held back: then its others are.
@@ -89,9 +103,10 @@ class Admission:
         """
         if self.closed:
             raise QueueOverflowError("The server is shutting down.")
-        waiting, queued, held = self.waiting, self._tokens, self._held
+        counts = [self.waiting, self._tokens, self._held, self._running]
         if self._tally is not None:
-            waiting, queued, held = (own + self._tally.others(i) for i, own in enumerate((waiting, queued, held)))
+            counts = [own + self._tally.others(i) for i, own in enumerate(counts)]
+        waiting, queued, held, running = counts
         if not waiting:
             return
         most = HELD_PER_PLACE * self.max_sequences
@@ -100,10 +115,11 @@ class Admission:
                 f"{self._held} prompts are held back until the queue has room for them, at most {most} may be. "
                 "Try again later."
             )
-        if waiting + (min(1, sequences) if short or not held else sequences) > self.max_sequences:
+        places = self.max_sequences + max(0, self.slots - running)
+        if waiting + (min(1, sequences) if short or not held else sequences) > places:
             raise QueueOverflowError(
                 f"The waiting queue is full: {waiting} sequences wait, this request has {sequences}, and at most "
-                f"{self.max_sequences} may wait together. Try again later."
+                f"{places} may wait together. Try again later."
             )
         if queued + tokens > self.max_tokens:
             raise MaxQueuedTokensError(

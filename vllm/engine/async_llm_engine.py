@@ -104,7 +104,9 @@ class AsyncLLMEngine:
         self.output_processor = OutputProcessor(tokenizer, model.logits_width, model.max_model_len, self.metrics)
         parallel = vllm_config.parallel_config
         self._admission = Admission(
-            vllm_config.scheduler_config, parallel.local_replicas * parallel.pipeline_parallel_size
+            vllm_config.scheduler_config,
+            parallel.local_replicas * parallel.pipeline_parallel_size,
+            lambda: self.output_processor.num_sequences,
         )
         self._traffic = Traffic(self._core, self.output_processor, self._admission)
         self.lanes, self.turns = Lanes(), Turns()

@@ -64,6 +64,11 @@ class OutputProcessor:
         return len(self._requests) + len(self._pooled)
 
     @property
+    def num_sequences(self) -> int:
+        """Those that the core has, at least: with those that have ended before others of their request."""
+        return len(self._owner) + len(self._beams) + len(self._pooled)
+
+    @property
     def request_ids(self) -> list[str]:
         return [*self._requests, *self._pooled]
 

@@ -114,6 +114,7 @@ class Traffic:
                 stream.fail(EngineGenerateError(str(failed)))
         for account in roomy:
             self._send_held_back(account)
+        self._admission.step_taken()
 
     def hand_over(self, output: AnyOutput) -> None:
         """Give an output to its consumer, if there is one."""

@@ -690,10 +690,8 @@ async def _serve(
         asyncio.ensure_future(collect_when_idle(is_idle)),
         asyncio.ensure_future(give_back_memory(is_idle, drop_caches)),
     ]
-    if args.ssl_keyfile:  # a client that never says hello must not hold a connection for asyncio's full minute
-        loop.create_server = functools.partial(  # type: ignore[method-assign]
-            loop.create_server, ssl_handshake_timeout=args.header_timeout
-        )
+    if args.ssl_keyfile:
+        _greet_first(loop, server, args.header_timeout)
     serving = asyncio.ensure_future(server.serve(sockets=several(listener)))
     while not (server.started or serving.done()):
         await asyncio.sleep(0.005)
@@ -735,6 +733,23 @@ async def _serve(
     for task in (watching, stopping, losing, ready, *housekeeping):
         task.cancel()
     return status
+
+
+def _greet_first(loop: asyncio.AbstractEventLoop, server: Any, seconds: float) -> None:
+    """Have connections of TLS wait among `Greetings` until they are some."""
+    from vllm.entrypoints.openai.greetings import Greetings
+
+    create = loop.create_server
+    greetings: Greetings | None = None
+
+    def create_server(make: Any, *, ssl: Any, **arguments: Any) -> Any:
+        nonlocal greetings  # of all listeners
+        if greetings is None:
+            most = server.config.http.max_connections
+            greetings = Greetings(make, ssl, server.server_state.connections, most, seconds)
+        return create(greetings, **arguments)
+
+    loop.create_server = create_server  # type: ignore[method-assign, assignment]
 
 
 async def _watch(engine: AsyncLLMEngine) -> None:

@@ -19,6 +19,7 @@ from vllm.engine.tokenizer import Tokenizer
 from vllm.entrypoints.logger import RequestLogger
 from vllm.entrypoints.openai.errors import APIError, bad_request, not_found, overloaded
 from vllm.entrypoints.openai.front_ends import FrontEnds
+from vllm.entrypoints.openai.gate import Gate
 from vllm.entrypoints.openai.message import ParsingSettings
 from vllm.entrypoints.openai.response_store import ResponseStore
 from vllm.entrypoints.openai.sampling import RequestLimits
@@ -73,6 +74,7 @@ class ServerContext:
     created: int = field(default_factory=lambda: int(time.time()))
     load: int = 0
     front_ends: FrontEnds = field(default_factory=FrontEnds)
+    gate: Gate = field(default_factory=Gate)
     strangers: TemplateProcess = field(default_factory=TemplateProcess)
     stranger_lane: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="template")

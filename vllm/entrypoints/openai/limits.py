@@ -18,6 +18,7 @@ from typing import Any
 from vllm.entrypoints.openai.connection import LINGER_SECONDS
 from vllm.entrypoints.openai.context import echoed_id
 from vllm.entrypoints.openai.errors import APIError, error_body
+from vllm.entrypoints.openai.gate import Gate
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -76,6 +77,7 @@ class LimitsMiddleware:
         self._keys = keys
         self._open_paths = open_paths
         self._bodies = Bodies(LARGEST_BODIES * limits.max_body_bytes)
+        self._gate = Gate()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -105,6 +107,9 @@ class LimitsMiddleware:
             error = too_large(self._limits)
             await _refuse(scope, receive, send, error.status, error.message, error.type)
             return
+        # What has a body waits when that is there.
+        if scope["method"] != "POST" and not scope["path"].endswith("/health"):
+            await self._gate.enter()
         guarded = _Guard(scope, receive, send, self._limits, self._bodies)
         try:
             await self._app(scope, guarded.receive, guarded.send)

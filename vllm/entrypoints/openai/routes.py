@@ -146,6 +146,7 @@ async def read(request: Request, model: type[_Model]) -> _Model:
         if len(body) > INLINE_BYTES:
             parsed = await context_of(request).in_reader(len(body), _parse, model, body)
         else:
+            await context_of(request).gate.enter()
             parsed = _parse(model, body)
     except ClientDisconnect:
         raise APIError(400, "The client left before the body was complete.") from None

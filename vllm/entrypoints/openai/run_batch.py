@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import codecs
+import contextlib
 import json
+import re
 import sys
 import uuid
 from collections.abc import Callable, Sequence
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
+_CUSTOM_ID = re.compile(rb'"custom_id"\s*:\s*("[^"\\]*(?:\\.[^"\\]*)*")')
 BUSY_SECONDS = 0.05  # between two attempts to hand a request to a full queue
 
 
@@ -76,7 +79,11 @@ async def answer_line(context: ServerContext, line: bytes) -> dict[str, Any]:
 
     custom_id: Any = None
     try:
-        item = parse_object(line)
+        try:
+            item = parse_object(line)
+        except ValueError:
+            custom_id = _only_id(line)
+            raise
         custom_id = item.get("custom_id")
         if not isinstance(custom_id, str):
             raise bad_request("custom_id must be a string: it tells the answers apart.", "custom_id")
@@ -94,6 +101,18 @@ async def answer_line(context: ServerContext, line: bytes) -> dict[str, Any]:
         "response": {"status_code": status, "request_id": f"vllm-batch-{uuid.uuid4().hex}", "body": body},
         "error": error,
     }
+
+
+def _only_id(line: bytes) -> str | None:
+    """The custom_id of a line that is no acceptable JSON, if there is one only."""
+    from vllm.entrypoints.openai.strict_json import parse_object
+
+    found = set(_CUSTOM_ID.findall(line))
+    if len(found) != 1:
+        return None
+    with contextlib.suppress(ValueError):
+        return str(parse_object(b'{"id": %s}' % found.pop())["id"])
+    return None
 
 
 async def _answer(context: ServerContext, url: Any, body: Any) -> dict[str, Any]:
