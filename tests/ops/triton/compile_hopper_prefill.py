@@ -18,15 +18,15 @@ from vllm.ops.triton.precompile import _NoDevice
 
 
 class Compiled(dict):  # type: ignore[type-arg]
-    """Stands in for a kernel: compiles what would be launched."""
+    """Stands in for a kernel: compiles what would be launched, to instructions of the matrix units."""
 
-    def __init__(self, kernel: triton.runtime.jit.JITFunction) -> None:
-        self.kernel = kernel
+    def __init__(self, kernel: triton.runtime.jit.JITFunction, instruction: str = "wgmma") -> None:
+        self.kernel, self.instruction = kernel, instruction
 
     def __missing__(self, grid: tuple[int, ...]) -> object:
         def compile_only(*args: Any, **options: Any) -> None:
             made = self.kernel.run(*args, grid=grid, warmup=True, **options)
-            if "wgmma" not in made.asm["ptx"] or ".local" in made.asm["ptx"]:
+            if self.instruction not in made.asm["ptx"] or ".local" in made.asm["ptx"]:
                 raise RuntimeError("Not what was meant.")
 
         return compile_only

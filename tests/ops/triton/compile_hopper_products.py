@@ -1,4 +1,4 @@
-"""Run as a program, outside of Triton's interpreter: compiles the products of several and of many rows for a Hopper
+"""Run as a program, outside of Triton's interpreter: compiles the products of one, several and many rows for a Hopper
 GPU, of plain and packed weights, with each of what may follow them.
 
     python -m tests.ops.triton.compile_hopper_products
@@ -12,7 +12,7 @@ import torch
 import triton
 
 from tests.ops.triton.compile_hopper_prefill import Compiled
-from vllm.ops.triton import moe, packed_few, packed_many, plain_few
+from vllm.ops.triton import moe, packed_few, packed_many, packed_row, plain_few
 from vllm.ops.triton.decode_linear import GATED, RESIDUAL, STORE, Folded, Product, Stream, run_product
 from vllm.ops.triton.float8 import Float8Weight
 from vllm.ops.triton.packed_experts import PackedStack
@@ -46,8 +46,12 @@ def stack(experts: int, rows: int) -> PackedStack:
 
 def product(weight: torch.Tensor | PackedWords | Float8Weight, mode: int, rows: int, dtype: torch.dtype) -> None:
     """RESIDUAL: with a norm behind it; the others have one in front, and a bias or an activation."""
-    plain = isinstance(weight, torch.Tensor)
-    tiling = (plain_few.choose_plain_tiling if plain else packed_few.choose_few_tiling)(rows, weight, mode)
+    if isinstance(weight, torch.Tensor):
+        tiling = plain_few.choose_plain_tiling(rows, weight, mode)
+    elif rows == 1:
+        tiling = packed_row.choose_row_tiling(weight, mode)
+    else:
+        tiling = packed_few.choose_few_tiling(rows, weight, mode)
     assert tiling is not None
     outputs, residual = OUTPUTS[mode], mode == RESIDUAL
     squares = empty(rows, 64, dtype=torch.float32)
@@ -69,13 +73,15 @@ def main() -> None:
     plain_few._few_kernel = Compiled(plain_few._few_kernel)
     packed_few._few_kernel = Compiled(packed_few._few_kernel)
     packed_many._many_kernel = Compiled(packed_many._many_kernel)
+    packed_row._row_kernel = Compiled(packed_row._row_kernel, "mma.sync")
     for mode, rows, dtype in ((STORE, 3, torch.float16), (GATED, 32, torch.bfloat16), (RESIDUAL, 17, torch.bfloat16)):
         outputs = OUTPUTS[mode] * (2 if mode == GATED else 1)
         words = packed(outputs)
         product(empty(outputs, INPUTS, dtype=dtype), mode, rows, dtype)
-        product(words, mode, rows, dtype)
         codes = empty(outputs, INPUTS, dtype=torch.float8_e4m3fn)
-        product(Float8Weight(codes, empty(outputs, dtype=torch.float32), None), mode, rows, dtype)
+        for weight in (words, Float8Weight(codes, empty(outputs, dtype=torch.float32), None)):
+            product(weight, mode, 1, dtype)
+            product(weight, mode, rows, dtype)
         act = "silu" if mode == GATED else None
         packed_many.many_rows_product(empty(200, INPUTS, dtype=dtype), words, dtype, act=act, pdl=True)
     experts = stack(6, 4096)
