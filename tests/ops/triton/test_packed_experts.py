@@ -57,7 +57,7 @@ def test_choices_of_other_ranks_add_nothing(tokens):
 def test_very_many_rows_are_multiplied_by_numbers():
     gate_up, gate_up_numbers = stack("int4", 2, 64, 32)
     down, down_numbers = stack("int4", 2, 32, 32)
-    chosen = [tile_rows(pairs, gate_up, down, torch.float32) for pairs in (1, 32, 33, 64, 65, 256, 257)]
+    chosen = [tile_rows(pairs, gate_up, down, torch.float32) for pairs in (1, 32, 33, 64, 65, 512, 513)]
     assert chosen == [16, 16, 32, 32, 64, 64, 0]
     x, chosen = torch.randn(600, 32), torch.randint(2, (600, 1))
     weights = torch.rand(600, 1)

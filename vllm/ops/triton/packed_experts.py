@@ -29,9 +29,10 @@ from vllm.ops.triton.packed_linear import (
 if TYPE_CHECKING:
     from vllm.ops.triton.moe import Sorted
 
-# from times on an H200, of Mixtral's shapes and Qwen3-30B-A3B's (`h200_packed_experts.json`)
-_MOST_ROWS = 128  # of each expert on average; with more, the weights are written as numbers first
-_FEWEST_MANY, _MOST_MANY = 16, 768  # the same where `packed_many` multiplies, which it does with more than the fewest
+_MOST_ROWS = 256  # of each expert on average; with more, the weights are written as numbers first
+# the same where `packed_many` multiplies, which it does with more than the fewest; the fewest and what is tall are from
+# times on an H200, of Mixtral's shapes and Qwen3-30B-A3B's (`h200_packed_experts.json`), the most is reckoned from them
+_FEWEST_MANY, _MOST_MANY = 16, 768
 _TALL = 128  # rows of each expert from which tiles have as many, not half
 _GATHERED = 2048  # numbers of a row that a program copies
 _TOGETHER = 16  # tiles of rows that go through the weights together, so that both stay in the cache
