@@ -85,8 +85,8 @@ def _few_kernel(
     64] or, of 8-bit floats, [TILES, N, K / 2], both as descriptors. ASM: what makes numbers of each of the CODES in 16
     bits. TILES: of outputs, two of a gated product. GROUPS: at least the pieces of 128 inputs of a share, whose scales
     a program holds: loads in the loop would take as long as a block does.
-    EXPERTS: grid (most * N / BN,), rows first, of tiles of rows as in `packed_many`, which are read before the kernel in
-    front has ended: that has waited for the one that wrote them before it let this one begin.
+    EXPERTS: grid (most * N / BN,), rows first, of tiles of rows as in `packed_many`. `tiles` is read before the kernel
+    in front has ended: it was there when that let this one begin.
     """
     BLOCKS: gl.constexpr = K // (64 * CODES)
     SHARE: gl.constexpr = (BLOCKS + SPLIT - 1) // SPLIT
@@ -287,17 +287,15 @@ def experts_product(
     """What `packed_many.experts_product` computes, with tiles of few rows."""
     n, k, pair = out.shape[1], x.shape[1], 1 if act is None else 2
     kind = DTYPES[x.dtype]
-    inputs = TensorDescriptor(
-        x, [k // 64, len(x), 64], [64, k, 1], [4, rows, 64], tile_layout([4, rows, 64], kind)
-    )
+    inputs = TensorDescriptor(x, [k // 64, len(x), 64], [64, k, 1], [4, rows, 64], tile_layout([4, rows, 64], kind))
     words = weight.words.view(-1, n, _WORDS)
     box = [pair, 64, _WORDS]
     weights = TensorDescriptor(words, list(words.shape), list(words.stride()), box, tile_layout(box, gl.int16))
     _few_kernel[(s.most * (n // 64), 1)](
         inputs, weights, weight.scales, None, out, None, None, None, 1, 0.0, None, None, None, None, 1.0, s.tiles,
-        s.most, 0, N=n, K=k, GROUP=weight.group, CODES=4, WIDTH=k, SQUARES=8, BM=rows, BN=64, SPLIT=1, STAGES=_EXPERT_STAGES,
-        MODE=pair - 1, ACT=-1 if act is None else KINDS[act], NORM=False, NEXT=False, BIAS=False, PDL=pdl,
-        X_LAYOUT=tile_layout([rows, 64], kind), W_LAYOUT=tile_layout([64, _WORDS], gl.int16),
+        s.most, 0, N=n, K=k, GROUP=weight.group, CODES=4, WIDTH=k, SQUARES=8, BM=rows, BN=64, SPLIT=1,
+        STAGES=_EXPERT_STAGES, MODE=pair - 1, ACT=-1 if act is None else KINDS[act], NORM=False, NEXT=False,
+        BIAS=False, PDL=pdl, X_LAYOUT=tile_layout([rows, 64], kind), W_LAYOUT=tile_layout([64, _WORDS], gl.int16),
         GROUPS=triton.next_power_of_2(k // 128), EXPERTS=True, num_warps=4,
         **{f"ASM{i}": number_assembly(True, x.dtype == torch.float16, i) for i in range(4)},
         **({"launch_pdl": True} if pdl else {}),
