@@ -249,7 +249,7 @@ def test_experts(kind, dtype):
     down = [KINDS[kind](torch.randn(hidden, inner, device="cuda") * inner**-0.5) for _ in range(experts)]
     packed = [pack_experts(weights, up[0].device, dtype) for weights in (up, down)]
     numbers = [torch.stack([w.dequantize() for w in weights]) for weights in (up, down)]
-    for tokens in (1, 3, 50, 300, 1500):
+    for tokens in (1, 3, 50, 200, 300, 1500):
         x, logits = (torch.randn(tokens, size, device="cuda", dtype=dtype) for size in (hidden, experts))
         weights, chosen = moe.route(logits, top_k, True)
         want = moe.expert_mlp.reference(x.float(), weights, chosen, *numbers, "silu")

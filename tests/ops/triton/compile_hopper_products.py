@@ -89,6 +89,7 @@ def main() -> None:
     for tile_rows, act in ((64, "silu"), (128, "silu"), (128, None)):
         x, out = empty(500, INPUTS), empty(500, 4096 // (1 if act is None else 2))
         packed_many.experts_product(x, experts, tiles, tile_rows, out, act, True)
+        packed_few.experts_product(x, experts, tiles, 16, out, act, True)
 
 
 if __name__ == "__main__":

@@ -73,6 +73,19 @@ def test_tiles_of_2048_inputs(processors, inter, monkeypatch):
     torch.testing.assert_close(room.activated, (F.silu(gate) * rise).flatten(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("groups", "inter", "programs", "registers"),
+    [(8, 768, 256, None), (8, 1024, 256, None), (8, 1408, 704, None), (12, 768, 384, 80), (8, 512, 256, None),
+     (2, 512, None, None), (8, 500, None, None)],
+)  # fmt: skip
+def test_programs_that_choose_are_all_under_way_at_once_or_many(groups, inter, programs, registers, monkeypatch):
+    monkeypatch.setattr(kernels, "processors", lambda: 132)
+    t = kernels._tiling_of_choosers(groups, inter, 2048)
+    assert programs == (t and groups * inter // (t.outputs * t.rounds))
+    assert registers == (t and t.registers)
+    assert kernels._tiling_of_choosers(groups, inter, 1536) is None
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_of_equal_experts_the_lowest_and_none_twice(dtype):
     room = kernels.ChosenExperts.of(6, 4, 8, dtype, torch.device("cpu"))

@@ -7,7 +7,7 @@ import torch
 
 from vllm.ops import moe as ops
 from vllm.ops.quantized_weights import round_to_fp8, round_to_groups
-from vllm.ops.triton import decode_experts, moe
+from vllm.ops.triton import decode_experts, moe, packed_experts
 from vllm.ops.triton.decode_linear import Folded, Stream
 from vllm.ops.triton.packed_experts import PackedStack, _gather_kernel, pack_experts, tile_rows
 
@@ -63,6 +63,13 @@ def test_very_many_rows_are_multiplied_by_numbers():
     weights = torch.rand(600, 1)
     want = ops.expert_mlp.reference(x, weights, chosen, gate_up_numbers, down_numbers, "silu")
     torch.testing.assert_close(moe.expert_mlp(x, weights, chosen, gate_up, down, "silu"), want, rtol=1e-3, atol=1e-4)
+
+
+def test_tiles_where_rows_are_put_in_order(monkeypatch):
+    gate_up, down = stack("int4", 2, 64, 32)[0], stack("int4", 2, 32, 32)[0]
+    monkeypatch.setattr(packed_experts, "_takes_ordered", lambda *_: True)
+    chosen = [tile_rows(2 * each, gate_up, down, torch.bfloat16) for each in (1, 14, 15, 36, 37, 72, 73, 768, 769)]
+    assert chosen == [16, 16, 32, 32, 64, 64, 128, 128, 0]
 
 
 def test_rows_in_sorted_order():

@@ -13,7 +13,7 @@ As in `decode_linear`, an RMS norm before the experts may be folded in.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -71,8 +71,7 @@ class ChosenExperts:
 @dataclass(frozen=True, slots=True)
 class RiseTiling:
     """How the first products are cut: outputs of a tile, inputs at a time, warps of a program, and its tiles; registers
-    of a thread, if the compiler would take more than leaves room for enough programs.   ahead: whether other programs
-    have room to read ahead while experts are chosen.
+    of a thread, if the compiler would take more than leaves room for enough programs.
     """
 
     outputs: int
@@ -80,7 +79,6 @@ class RiseTiling:
     warps: int
     rounds: int = 1
     registers: int | None = None
-    ahead: bool = True
 
 
 @triton.jit
@@ -477,7 +475,6 @@ def rise(
     constants: dict[str, Any] = {"E": 0, "EP": 2, "KP": 2, "TP": 2, "RENORMALIZE": False, "AHEAD": 0, "PIECE": 0}
     constants["WARPS"] = t.warps
     if router is not None:
-        router = router if t.ahead else replace(router, ahead=None)
         constants, pieces = _choosing(router, room, t.warps, pdl)
         weight, ahead = router.weight, rows if router.ahead is None else router.ahead
         first = len(weight) + 1 + pieces
@@ -499,11 +496,11 @@ def _tiling_of_choosers(groups: int, inter: int, inputs: int) -> RiseTiling | No
     """
     if inputs != 2048 or inter % 16:
         return None
-    for rounds in (2, 4):
-        programs = groups * inter // (8 * rounds)
-        each = triton.cdiv(programs, processors())
-        if inter % (8 * rounds) == 0 and 2 <= each <= 3 and programs >= 0.95 * each * processors():
-            return RiseTiling(8, 1024, 8, rounds, registers=80 if each == 3 else None, ahead=each == 3)
+    for each, registers in ((2, None), (3, 80)):
+        for rounds in (2, 3, 4):
+            programs = groups * inter // (8 * rounds)
+            if inter % (8 * rounds) == 0 and 0.95 * each * processors() <= programs <= each * processors():
+                return RiseTiling(8, 1024, 8, rounds, registers)
     return RiseTiling(8, 512, 8, rounds=2) if groups * inter // 16 >= 4 * processors() else None
 
 

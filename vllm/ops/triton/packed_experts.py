@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from vllm.ops.triton.moe import Sorted
 
 _MOST_ROWS = 256  # of each expert on average; with more, the weights are written as numbers first
-# the same where `packed_many` multiplies, which it does with more than the fewest; the fewest and what is tall are from
-# times on an H200, of Mixtral's shapes and Qwen3-30B-A3B's (`h200_packed_experts.json`), the most is reckoned from them
-_FEWEST_MANY, _MOST_MANY = 16, 768
-_TALL = 128  # rows of each expert from which tiles have as many, not half
+# Where `packed_few` and `packed_many` multiply: up to so many rows of each expert, tiles of so many. From times on an
+# H200 of the shapes of Mixtral, Qwen3-30B-A3B and OLMoE (`h200_packed_experts.json`), but for the last bound, which is
+# reckoned from them.
+_ORDERED = (14, 16), (36, 32), (72, 64), (768, 128)
 _GATHERED = 2048  # numbers of a row that a program copies
 _TOGETHER = 16  # tiles of rows that go through the weights together, so that both stay in the cache
 _ROW = 8  # rows of a tile of which one is real
@@ -240,14 +240,14 @@ def _fall_kernel(
 def tile_rows(pairs: int, gate_up: PackedStack, down: PackedStack, dtype: torch.dtype) -> int:
     """Rows of a tile of the grouped products; 0: the weights should be numbers."""
     each = pairs / len(gate_up)
-    if _by_many(each, gate_up, down, dtype):
-        return _TALL if each > _TALL else _TALL // 2
+    if _takes_ordered(gate_up, down, dtype):
+        return next((rows for most, rows in _ORDERED if each <= most), 0)
     return 0 if each > _MOST_ROWS else 16 if each <= 16 else 32 if each <= 32 else 64
 
 
-def _by_many(each: float, gate_up: PackedStack, down: PackedStack, dtype: torch.dtype) -> bool:
-    """Whether `packed_many` multiplies so many rows of each expert, on average."""
-    if not _FEWEST_MANY < each <= _MOST_MANY or not has_warp_roles():
+def _takes_ordered(gate_up: PackedStack, down: PackedStack, dtype: torch.dtype) -> bool:
+    """Whether kernels for Hopper GPUs multiply, which want the rows in the order of their experts."""
+    if not has_warp_roles():
         return False
     from vllm.ops.triton import packed_many  # whose language not every Triton has
 
@@ -260,8 +260,8 @@ def _gather_kernel(
 ):
     """Grid (pairs, blocks): the rows of x [tokens, K] in sorted order; pairs of other ranks' experts have no row."""
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()  # what comes behind reads `tiles` before it waits
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     last = tl.load(tiles + 3 * most) - 1
@@ -277,16 +277,17 @@ def grouped_mlp(
     """[pairs, hidden]: the outputs of the experts, in sorted order. rows: of a tile, by which `s` was sorted."""
     pairs, inputs = len(x) * top_k, x.shape[1]
     h, outputs = x.new_empty(pairs, down.shape[2]), x.new_empty(pairs, down.shape[1])
-    if _by_many(pairs / len(gate_up), gate_up, down, x.dtype):
-        from vllm.ops.triton.packed_many import experts_product
+    if _takes_ordered(gate_up, down, x.dtype):
+        from vllm.ops.triton import packed_few, packed_many
 
+        multiply = packed_many.experts_product if rows > packed_few.MOST_ROWS else packed_few.experts_product
         ordered = x.new_empty(pairs, inputs)
         _gather_kernel[(pairs, triton.cdiv(inputs, _GATHERED))](
             x, s.order, s.tiles, ordered, s.most, K=inputs, TOP_K=top_k, BLOCK=_GATHERED, PDL=pdl, num_warps=4,
             **({"launch_pdl": True} if pdl else {}),
         )  # fmt: skip
-        experts_product(ordered, gate_up, s, rows, h, act, pdl)
-        experts_product(h, down, s, rows, outputs, None, pdl)
+        multiply(ordered, gate_up, s, rows, h, act, pdl)
+        multiply(h, down, s, rows, outputs, None, pdl)
         return outputs
     _grouped(x, gate_up, s, h, rows, top_k, KINDS[act], pdl)
     _grouped(h, down, s, outputs, rows, top_k, -1, pdl)

@@ -1,6 +1,6 @@
 """The product of several rows with weights of 4 bits or 8-bit floats on Hopper GPUs, in Gluon, with what follows it
 folded in: numbers are made of the next codes while the matrix units multiply the last ones, and sums get their scales a
-group at a time.
+group at a time. Of sorted rows, with their experts' weights of 4 bits, it takes a tile at a time.
 
 Blocks of 128 bytes of an output, as in `packed_row`. Words and inputs of a block come through TMA, words before the
 kernel in front has ended. The weight is the left operand and stays in registers.
@@ -8,7 +8,7 @@ kernel in front has ended. The weight is the left operand and stays in registers
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from vllm.ops.triton.activation import KINDS
 from vllm.ops.triton.decode_parts import Tiling, ask_constants, processors
 from vllm.ops.triton.float8 import Float8Weight
 from vllm.ops.triton.hopper_parts import (
@@ -41,7 +42,13 @@ from vllm.ops.triton.hopper_parts import (
 )
 from vllm.ops.triton.packed_linear import PackedWords, number_assembly
 
+if TYPE_CHECKING:
+    from vllm.ops.triton.moe import Sorted
+    from vllm.ops.triton.packed_experts import PackedStack
+
+MOST_ROWS = 64  # of a tile
 _WORDS = 64
+_EXPERT_STAGES = 2  # blocks under way: programs of more than that leave less room for others
 _MOST_PROGRAMS = 384
 
 
@@ -65,19 +72,21 @@ def _numbers(words, ASM: gl.constexpr, HALF: gl.constexpr):
     return numbers
 
 
-@gluon.jit(do_not_specialize=["tiles_in", "M"])
+@gluon.jit(do_not_specialize=["tiles_in", "M", "most"])
 def _few_kernel(
     x, words, scales, bias, out, part, arrived, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out,
-    scale: gl.constexpr, M, N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, CODES: gl.constexpr,
+    scale: gl.constexpr, tiles, most, M, N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, CODES: gl.constexpr,
     WIDTH: gl.constexpr, SQUARES: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, SPLIT: gl.constexpr,
     STAGES: gl.constexpr, MODE: gl.constexpr, ACT: gl.constexpr, NORM: gl.constexpr, NEXT: gl.constexpr,
     BIAS: gl.constexpr, PDL: gl.constexpr, X_LAYOUT: gl.constexpr, W_LAYOUT: gl.constexpr, ASM0: gl.constexpr,
-    ASM1: gl.constexpr, ASM2: gl.constexpr, ASM3: gl.constexpr, GROUPS: gl.constexpr,
+    ASM1: gl.constexpr, ASM2: gl.constexpr, ASM3: gl.constexpr, GROUPS: gl.constexpr, EXPERTS: gl.constexpr,
 ):  # fmt: skip
     """Grid (N / BN, SPLIT), of up to BM rows; four warps for 64 outputs. x: [K / 64, M, 64], words: [blocks * TILES, N,
     64] or, of 8-bit floats, [TILES, N, K / 2], both as descriptors. ASM: what makes numbers of each of the CODES in 16
     bits. TILES: of outputs, two of a gated product. GROUPS: at least the pieces of 128 inputs of a share, whose scales
     a program holds: loads in the loop would take as long as a block does.
+    EXPERTS: grid (most * N / BN,), rows first, of tiles of rows as in `packed_many`. `tiles` is read before the kernel
+    in front has ended: it was there when that let this one begin.
     """
     BLOCKS: gl.constexpr = K // (64 * CODES)
     SHARE: gl.constexpr = (BLOCKS + SPLIT - 1) // SPLIT
@@ -92,6 +101,20 @@ def _few_kernel(
     share = gl.program_id(1)
     begin = share * SHARE
     end = gl.minimum(begin + SHARE, BLOCKS)
+    first_m = 0
+    first_block = 0
+    if PDL:
+        gdc_launch_dependents()
+    if EXPERTS:
+        tile = pid % most
+        pid = pid // most
+        if tile >= gl.load(tiles + 3 * most, cache_modifier=".cg"):
+            return
+        expert = gl.load(tiles + tile, cache_modifier=".cg")
+        first_m = gl.load(tiles + most + tile, cache_modifier=".cg")
+        M = gl.load(tiles + 2 * most + tile, cache_modifier=".cg") - first_m
+        first_block = expert * BLOCKS
+        scales += expert * (K // GROUP * ROWS)
     x_places = gl.allocate_shared_memory(dtype, [STAGES, CODES, BM, 64], x.layout)
     w_places = gl.allocate_shared_memory(gl.int16, [STAGES, TILES, BN, 64], words.layout)
     xs = view(x_places, dtype, [STAGES * CODES, BM, 64], X_LAYOUT)
@@ -100,14 +123,12 @@ def _few_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(there.index(i), count=1)
     fence_async_shared()
-    if PDL:
-        gdc_launch_dependents()
     for i in gl.static_range(STAGES):
-        _ask_words(words, there, w_places, begin + i, pid, i, begin + i < end, CODES, TILES, BM, BN)
+        _ask_words(words, there, w_places, first_block + begin + i, pid, i, begin + i < end, CODES, TILES, BM, BN)
     n = pid * BN + gl.arange(0, BN, gl.SliceLayout(1, mma))
     m = gl.arange(0, BM, gl.SliceLayout(0, mma))
     keep = (m < M)[None, :]
-    at = m[None, :] * N + n[:, None]
+    at = (first_m + m)[None, :] * N + n[:, None]
     first_bias, second_bias, weight = ask_constants(bias, next_weight, n, n < N, N, MODE, NEXT, BIAS)
     flat: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
     if CODES == 4:
@@ -126,7 +147,7 @@ def _few_kernel(
     if PDL:
         gdc_wait()
     for i in gl.static_range(STAGES):
-        load_tile(x, [(begin + i) * CODES, 0, 0], there.index(i), x_places.index(i), pred=begin + i < end)
+        load_tile(x, [(begin + i) * CODES, first_m, 0], there.index(i), x_places.index(i), pred=begin + i < end)
     parts = ask_squares(squares_in, tiles_in, M, SQUARES, BM, NORM)
     if CODES == 4:
         s_places.store(asked)
@@ -172,8 +193,8 @@ def _few_kernel(
         else:
             acc = warpgroup_mma_wait(0, deps=(tokens[0],))  # type: ignore[misc]
         ahead = b + STAGES
-        _ask_words(words, there, w_places, ahead, pid, slot, ahead < end, CODES, TILES, BM, BN)
-        load_tile(x, [ahead * CODES, 0, 0], there.index(slot), x_places.index(slot), pred=ahead < end)
+        _ask_words(words, there, w_places, first_block + ahead, pid, slot, ahead < end, CODES, TILES, BM, BN)
+        load_tile(x, [ahead * CODES, first_m, 0], there.index(slot), x_places.index(slot), pred=ahead < end)
     if CODES == 2:
         acc *= gl.expand_dims(first_scale, 1)
         if TILES == 2:
@@ -194,7 +215,7 @@ def _few_kernel(
 
 def takes_few(rows: int, weight: PackedWords | Float8Weight, mode: int) -> bool:
     """Whether the kernel multiplies so many rows by a weight: of the widths and groups it is cut for."""
-    if not (8 if isinstance(weight, PackedWords) else 1) < rows <= 64:
+    if not (8 if isinstance(weight, PackedWords) else 1) < rows <= MOST_ROWS:
         return False
     if isinstance(weight, PackedWords):
         fitting = weight.format == "int4" and weight.offsets is None and weight.words.shape[2] == _WORDS
@@ -253,8 +274,29 @@ def launch_few(
     share = -(-(k // (64 * codes)) // t.split)
     _few_kernel[(n // t.rows, t.split)](
         inputs, weights, weight.scales, *ends, *parts, squares, tiles, eps, h, next_weight, scaled, squares_out, scale,
-        rows, GROUP=group, CODES=codes, SQUARES=triton.next_power_of_2(max(tiles, 8)), BM=depth, BN=t.rows,
+        None, 0, rows, GROUP=group, CODES=codes, SQUARES=triton.next_power_of_2(max(tiles, 8)), BM=depth, BN=t.rows,
         SPLIT=t.split, STAGES=t.stages, X_LAYOUT=tile_layout([depth, 64], kind),
-        W_LAYOUT=tile_layout([t.rows, _WORDS], gl.int16), GROUPS=triton.next_power_of_2(2 * share), num_warps=t.warps,
-        **assemblies, **const, **extra,
+        W_LAYOUT=tile_layout([t.rows, _WORDS], gl.int16), GROUPS=triton.next_power_of_2(2 * share), EXPERTS=False,
+        num_warps=t.warps, **assemblies, **const, **extra,
+    )  # fmt: skip
+
+
+def experts_product(
+    x: Tensor, weight: PackedStack, s: Sorted, rows: int, out: Tensor, act: str | None, pdl: bool
+) -> None:
+    """What `packed_many.experts_product` computes, with tiles of few rows."""
+    n, k, pair = out.shape[1], x.shape[1], 1 if act is None else 2
+    kind = DTYPES[x.dtype]
+    inputs = TensorDescriptor(x, [k // 64, len(x), 64], [64, k, 1], [4, rows, 64], tile_layout([4, rows, 64], kind))
+    words = weight.words.view(-1, n, _WORDS)
+    box = [pair, 64, _WORDS]
+    weights = TensorDescriptor(words, list(words.shape), list(words.stride()), box, tile_layout(box, gl.int16))
+    _few_kernel[(s.most * (n // 64), 1)](
+        inputs, weights, weight.scales, None, out, None, None, None, 1, 0.0, None, None, None, None, 1.0, s.tiles,
+        s.most, 0, N=n, K=k, GROUP=weight.group, CODES=4, WIDTH=k, SQUARES=8, BM=rows, BN=64, SPLIT=1,
+        STAGES=_EXPERT_STAGES, MODE=pair - 1, ACT=-1 if act is None else KINDS[act], NORM=False, NEXT=False,
+        BIAS=False, PDL=pdl, X_LAYOUT=tile_layout([rows, 64], kind), W_LAYOUT=tile_layout([64, _WORDS], gl.int16),
+        GROUPS=triton.next_power_of_2(k // 128), EXPERTS=True, num_warps=4,
+        **{f"ASM{i}": number_assembly(True, x.dtype == torch.float16, i) for i in range(4)},
+        **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
