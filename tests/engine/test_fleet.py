@@ -196,17 +196,17 @@ async def test_nothing_is_lost_or_doubled_when_a_core_dies() -> None:
 
 
 async def test_an_answer_that_is_given_as_a_whole_begins_again_elsewhere() -> None:
-    """Unless log probabilities were kept for it."""
     bench = await Bench().attach()
-    kinds = {"whole": {}, "stop": {"stop": ["x"]}, "logprobs": {"logprobs": 1}, "prompt": {"prompt_logprobs": 1}}
+    whole, stream = RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA
+    kinds = {"whole": {}, "stop": {"stop": ["x"]}, "logprobs": {"logprobs": 1}, "stream": {"output_kind": stream}}
     first, second = bench.made
     for name, more in kinds.items():
-        params = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, **more)  # type: ignore[arg-type]
+        params = SamplingParams(**{"output_kind": whole, **more})  # type: ignore[arg-type]
         bench.fleet.add([CoreRequest(f"{name}{i}", [i] * 8, params, 0) for i in range(2)])
     assert len(first.added) == 4
     first.outputs([token(name) for name in first.added], CoreStats())
     first.die("gone")
-    moved = [name for name in first.added if name[:-1] in ("whole", "stop")]
+    moved = [name for name in first.added if name[:-1] != "stream"]
     assert bench.again == moved and second.added[4:] == moved and set(bench.errors) == set(first.added) - set(moved)
     second.outputs([token(name, "stop") for name in moved], CoreStats())
     assert bench.ends == dict.fromkeys(first.added, 1)

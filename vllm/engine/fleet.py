@@ -59,10 +59,7 @@ class _Held:
             return False
         params = self.message.params
         return not self.begun or (
-            isinstance(params, SamplingParams)
-            and params.output_kind is RequestOutputKind.FINAL_ONLY
-            and params.logprobs is None  # which are counted as they come
-            and params.prompt_logprobs is None
+            isinstance(params, SamplingParams) and params.output_kind is RequestOutputKind.FINAL_ONLY
         )
 
 
