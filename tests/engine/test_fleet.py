@@ -11,7 +11,9 @@ import pytest
 
 from vllm import SamplingParams
 from vllm.engine import fleet as fleet_module
+from vllm.engine.core_client import EngineSilentError
 from vllm.engine.fleet import PREFIX_UNIT, Fleet, PrefixMemory, prefix_units
+from vllm.engine.joined_fleet import JoinedFleet
 from vllm.exceptions import EngineDeadError
 from vllm.sampling_params import RequestOutputKind
 from vllm.step.messages import CoreOutput, CoreRequest, CoreStats
@@ -27,7 +29,8 @@ class Client:
         self.messages: dict[str, CoreRequest] = {}
         self.aborted: list[str] = []
         self.killed = False
-        self.problem: str | None = None
+        self.problem: str | None = None  # of a core that is stuck
+        self.silent = False
 
     def launch(self) -> None:
         if self.fails:
@@ -49,6 +52,8 @@ class Client:
                 "adapter_state": "ready" if first else "cannot"}[method]  # fmt: skip
 
     def check_health(self) -> None:
+        if self.silent:
+            raise EngineSilentError("It is silent.")
         if self.problem:
             raise EngineDeadError(self.problem)
 
@@ -68,6 +73,7 @@ class Bench:
 
     def __init__(self, size: int = 2, fails: frozenset[int] = frozenset()) -> None:
         self.made: list[Client] = []
+        self.tokens: Counter[str] = Counter()
         self.ends: Counter[str] = Counter()
         self.errors: dict[str, str] = {}
         self.again: list[str] = []
@@ -88,6 +94,7 @@ class Bench:
     def take(self, outputs: list[CoreOutput], stats: CoreStats) -> None:
         self.stats.append(stats)
         for output in outputs:
+            self.tokens[output.request_id] += len(output.new_token_ids)
             if output.finish_reason is not None:
                 self.ends[output.request_id] += 1
             if output.error is not None:
@@ -196,17 +203,17 @@ async def test_nothing_is_lost_or_doubled_when_a_core_dies() -> None:
 
 
 async def test_an_answer_that_is_given_as_a_whole_begins_again_elsewhere() -> None:
-    """Unless log probabilities were kept for it."""
     bench = await Bench().attach()
-    kinds = {"whole": {}, "stop": {"stop": ["x"]}, "logprobs": {"logprobs": 1}, "prompt": {"prompt_logprobs": 1}}
+    whole, stream = RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA
+    kinds = {"whole": {}, "stop": {"stop": ["x"]}, "logprobs": {"logprobs": 1}, "stream": {"output_kind": stream}}
     first, second = bench.made
     for name, more in kinds.items():
-        params = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, **more)  # type: ignore[arg-type]
+        params = SamplingParams(**{"output_kind": whole, **more})  # type: ignore[arg-type]
         bench.fleet.add([CoreRequest(f"{name}{i}", [i] * 8, params, 0) for i in range(2)])
     assert len(first.added) == 4
     first.outputs([token(name) for name in first.added], CoreStats())
     first.die("gone")
-    moved = [name for name in first.added if name[:-1] in ("whole", "stop")]
+    moved = [name for name in first.added if name[:-1] != "stream"]
     assert bench.again == moved and second.added[4:] == moved and set(bench.errors) == set(first.added) - set(moved)
     second.outputs([token(name, "stop") for name in moved], CoreStats())
     assert bench.ends == dict.fromkeys(first.added, 1)
@@ -354,6 +361,85 @@ async def test_a_core_that_gives_no_sign_of_life_gets_no_new_requests(caplog: py
     bench.fleet.stall()
     bench.fleet.add([request("f")])
     assert bench.made[0].added == ["d", "e", "f"] and bench.stats[-1].alive
+
+
+async def test_what_a_silent_copy_has_not_begun_moves_and_what_it_says_later_is_nobodys() -> None:
+    bench = await Bench().attach()
+    first, second = bench.made
+    bench.fleet.add([request(str(i), [i] * 8) for i in range(6)])
+    begun, *fresh = first.added
+    first.outputs([token(begun)], CoreStats())
+    first.stall = lambda: None  # type: ignore[method-assign]
+    first.problem = "It has not finished a step."
+    bench.fleet.stall()
+    assert not first.aborted  # one of them may be the reason
+    first.silent = True
+    bench.fleet.stall()
+    moved = second.added[3:]
+    assert first.aborted == fresh and [second.messages[name].prompt_token_ids for name in moved] == [
+        first.messages[name].prompt_token_ids for name in fresh
+    ]
+    bench.fleet.stall()
+    assert second.added[3:] == moved  # once
+    late = [token(name) for name in fresh] + [token(name, "abort") for name in fresh]
+    first.outputs([*late, token(begun, "stop")], CoreStats())
+    assert bench.ends == {begun: 1} and bench.tokens == {begun: 2}
+    first.problem, first.silent, second.silent = None, False, True
+    second.outputs([token(name) for name in second.added[:3]], CoreStats())
+    bench.fleet.stall()
+    back = first.added[3:]
+    assert second.aborted == moved and len(back) == len({*back, *fresh, *moved}) / 3 == 2
+    first.outputs([token(name, "stop") for name in (*fresh, *moved)], CoreStats())  # from before it was silent
+    second.outputs([token(name, "stop") for name in moved], CoreStats())
+    assert bench.ends == {begun: 1}
+    bench.fleet.abort(fresh[:1])
+    assert first.aborted[-1:] == back[:1]
+    first.outputs([token(back[1], "stop")], CoreStats())
+    assert bench.ends == {begun: 1, fresh[1]: 1} and bench.tokens[fresh[1]] == 1 and not bench.tokens[fresh[0]]
+    assert not set(bench.fleet._owner) - set(second.added[:3]) and bench.fleet._replicas[0].tokens == 0
+    await bench.fleet.stop()
+
+
+async def test_sequences_that_move_are_forked_from_the_one_that_has_moved_with_them() -> None:
+    bench = await Bench().attach()
+    bench.fleet.add([request("0_r"), request("1_r", fork_of="0_r"), request("0_s"), request("1_s", fork_of="0_s")])
+    home, other = bench.made if "0_r" in bench.made[0].added else bench.made[::-1]
+    assert home.added == ["0_r", "1_r"]
+    home.silent = True
+    bench.fleet.stall()
+    bench.fleet.add([request("2_r", fork_of="0_r")])
+    parent, child, later = other.added[2:]
+    assert other.messages[child].fork_of == other.messages[later].fork_of == parent != "0_r" and later == "2_r"
+    await bench.fleet.stop()
+
+
+async def test_sequences_leave_a_silent_copy_without_the_one_that_has_begun_there() -> None:
+    bench = await Bench().attach()
+    bench.fleet.add([request("0_r"), request("1_r", fork_of="0_r")])
+    home, other = bench.made if bench.made[0].added else bench.made[::-1]
+    home.outputs([token("0_r")], CoreStats())
+    home.silent = True
+    bench.fleet.stall()
+    bench.fleet.add([request("2_r", fork_of="0_r")])
+    assert home.added == ["0_r", "1_r"] and home.aborted == ["1_r"] and len(other.added) == 2
+    await bench.fleet.stop()
+
+
+async def test_nothing_moves_between_copies_that_wait_for_each_other() -> None:
+    made: list[Client] = []
+
+    def make(index: int, meeting: str) -> Client:
+        made.append(Client(index))
+        return made[-1]
+
+    fleet = JoinedFleet(make, 2)
+    fleet.launch()
+    await fleet.attach(lambda outputs, stats: None, lambda reason: None)
+    fleet.add([request("a"), request("b", [1] * 8)])
+    made[0].silent = True
+    fleet.stall()
+    assert sorted(made[0].added + made[1].added) == ["a", "b"] and not made[0].aborted
+    await fleet.stop()
 
 
 async def test_calls_reach_all_cores() -> None:

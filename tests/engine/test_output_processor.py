@@ -188,6 +188,66 @@ def test_who_keeps_most_logprobs_fails_when_there_are_too_many():
     assert processor._held_logprobs == 0
 
 
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("stop", [[], ["never said"]])
+def test_what_begins_again_has_nothing_of_the_first_time(flat, stop):
+    """One of two sequences, or both, in the middle of the prompt's log probabilities or of the answer."""
+    asked = {"logprobs": 3, "prompt_logprobs": 2, "flat_logprobs": flat, "stop": stop, "n": 2, "prompt": IDS[:5]}
+    prompt = positions_of(IDS[1:5], 2, 1)
+
+    def feed(processor, name, start, end, seed, cached=None):
+        found = positions_of(IDS, 3, seed)[start:end]
+        reason = "length" if end == len(IDS) else None
+        output = CoreOutput(name, IDS[start:end], reason, logprobs=found, num_cached_tokens=cached)
+        return processor.process([output]).outputs
+
+    def answers(processor):
+        """Both, as if nothing had happened before."""
+        processor.process([CoreOutput("0_r", [], prompt_logprobs=prompt[:2])])
+        processor.process([CoreOutput("0_r", [], prompt_logprobs=prompt[2:])])
+        assert feed(processor, "0_r", 0, 7, 2, cached=3) == feed(processor, "0_r", 7, len(IDS), 2) == []
+        (output,) = feed(processor, "1_r", 0, len(IDS), 3, cached=4)
+        return output
+
+    undisturbed = new_processor()
+    undisturbed.add(make_request(kind=FINAL, **asked))
+    want = answers(undisturbed)
+    for tokens in (0, 5):
+        processor = new_processor()
+        processor.most_logprobs = 10_000
+        processor.add(make_request(kind=FINAL, **asked))
+        processor.add(make_request("other", kind=FINAL, logprobs=3))
+        feed(processor, "other", 0, 2, 7)
+        others = processor._held_logprobs
+        processor.process([CoreOutput("0_r", [], prompt_logprobs=positions_of(IDS[1:4], 2, 5))])
+        if tokens:
+            feed(processor, "0_r", 0, tokens, 6, cached=1)
+            feed(processor, "1_r", 0, tokens, 6)
+        assert processor._held_logprobs > others
+        assert not processor.process([CoreOutput(f"{i}_r", [], again=True) for i in range(2)]).outputs
+        assert processor._held_logprobs == others
+        found = answers(processor)
+        for a, b in zip(found.outputs, want.outputs, strict=True):
+            assert a == b and a.text == TEXT and len(a.logprobs) == len(IDS)
+        assert found.prompt_logprobs == want.prompt_logprobs and len(found.prompt_logprobs) == 5
+        assert found.num_cached_tokens == want.num_cached_tokens == 3
+        assert found.metrics.num_generation_tokens == want.metrics.num_generation_tokens == 2 * len(IDS)
+        assert processor._held_logprobs == others
+
+
+def test_a_second_sequence_that_begins_again_leaves_what_is_known_of_the_prompt():
+    processor = new_processor()
+    processor.add(make_request(kind=FINAL, logprobs=0, prompt_logprobs=0, n=2, prompt=IDS[:3]))
+    step = TokenLogprobs([1], [-0.5], 1)
+    first = CoreOutput("0_r", [1], "length", logprobs=[step], prompt_logprobs=[step, step], num_cached_tokens=2)
+    processor.process([first, CoreOutput("1_r", [1], logprobs=[step], num_cached_tokens=1)])
+    processor.process([CoreOutput("1_r", [], again=True)])
+    (found,) = processor.process([CoreOutput("1_r", [1], "length", logprobs=[step], num_cached_tokens=0)]).outputs
+    assert len(found.prompt_logprobs) == 3 and found.num_cached_tokens == 2
+    assert [(o.token_ids, o.cumulative_logprob, len(o.logprobs)) for o in found.outputs] == [([1], -0.5, 1)] * 2
+    assert processor._held_logprobs == 0
+
+
 def test_stop_token_is_in_the_tokens_but_not_in_the_text():
     for include in (True, False):
         processor = new_processor()

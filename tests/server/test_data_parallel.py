@@ -110,21 +110,68 @@ async def test_what_has_not_begun_moves_when_a_rank_of_its_copy_is_killed(tmp_pa
 
 async def test_a_whole_answer_in_progress_is_computed_again_when_its_copy_is_killed(model_folder: Path) -> None:
     drawn = SamplingParams(n=3, seed=7, max_tokens=300, ignore_eos=True)
-    kinds = [greedy(300), greedy(300, stop=["qqq"]), drawn]
+    told = SamplingParams(n=2, seed=7, max_tokens=300, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+    kinds = [greedy(300), greedy(300, stop=["qqq"]), drawn, told]
     async with running(model_folder, data_parallel_size=2) as engine:
         fleet: Any = engine._core
         for params in kinds:
             params.output_kind = RequestOutputKind.FINAL_ONLY
-        want = [await final(engine, "Hello", params, f"w{i}") for i, params in enumerate(kinds)]
-        tasks = [asyncio.ensure_future(final(engine, "Hello", kinds[i % 3], f"r{i}")) for i in range(6)]
-        victim = fleet._replicas[0]
-        while not victim.held or not all(held.begun for held in victim.held.values()):
+        want = [await final(engine, "Hello you", params, f"w{i}") for i, params in enumerate(kinds)]
+        tasks = [asyncio.ensure_future(final(engine, "Hello you", kinds[i % 4], f"r{i}")) for i in range(8)]
+        owners: dict[str, Any] = engine.output_processor._owner
+        while "0_r3" not in owners or not all(len(owners[f"{i}_r3"][1].logprobs) > 3 for i in range(2)):
             await asyncio.sleep(0)
+        victim = fleet._owner["0_r3"][0]
+        assert all(held.begun for held in victim.held.values()) and engine.output_processor._held_logprobs
         os.kill(victim.client.pid, signal.SIGKILL)
         for i, found in enumerate(await asyncio.gather(*tasks)):
-            for a, b in zip(found.outputs, want[i % 3].outputs, strict=True):
+            expected = want[i % 4]
+            for a, b in zip(found.outputs, expected.outputs, strict=True):
                 assert (a.text, list(a.token_ids), a.finish_reason) == (b.text, list(b.token_ids), b.finish_reason)
+                assert a.cumulative_logprob == pytest.approx(b.cumulative_logprob, abs=1e-3)
+                assert_alike(a.logprobs, b.logprobs)
+            assert_alike(found.prompt_logprobs, expected.prompt_logprobs)
+        assert engine.output_processor._held_logprobs == 0
         await settle(lambda: all(r.alive for r in fleet._replicas), 60)
+
+
+def assert_alike(found: Any, expected: Any) -> None:
+    """The same log probabilities of the same tokens, or none."""
+    assert (found is None) == (expected is None)
+    for a, b in zip(found or (), expected or (), strict=True):
+        values = [None if at is None else {token: at[token].logprob for token in at} for at in (a, b)]
+        assert values[0] == (None if b is None else pytest.approx(values[1], abs=1e-4))
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+async def test_what_was_sent_to_a_frozen_copy_is_answered_by_another(model_folder: Path, comes_back: bool) -> None:
+    """comes_back: that one freezes, too, while the first wakes up."""
+    params = [greedy(12 + i, logprobs=1 if i % 2 else None) for i in range(8)]
+    pairs = list(zip(prompts(8), params, strict=True))
+    async with running(model_folder, data_parallel_size=2) as engine:
+        fleet: Any = engine._core
+        want = [await final(engine, *pair, f"w{i}") for i, pair in enumerate(pairs)]
+        first, second = fleet._replicas
+        os.kill(first.client.pid, signal.SIGSTOP)
+        try:
+            tasks = [asyncio.ensure_future(final(engine, *pair, f"r{i}")) for i, pair in enumerate(pairs)]
+            await settle(lambda: sum(task.done() for task in tasks) == len(first.held) == 4)
+            if comes_back:
+                await asyncio.sleep(1.0)
+                os.kill(second.client.pid, signal.SIGSTOP)
+                await settle(lambda: len(second.held) == 4 and not second.well, 10)
+                os.kill(first.client.pid, signal.SIGCONT)
+            done, _ = await asyncio.wait(tasks, timeout=5)
+            assert len(done) == 8
+        finally:
+            for replica in fleet._replicas:
+                os.kill(replica.client.pid, signal.SIGCONT)
+        for found, expected in zip([task.result() for task in tasks], want, strict=True):
+            (a,), (b,) = found.outputs, expected.outputs
+            assert (a.text, list(a.token_ids), a.finish_reason) == (b.text, list(b.token_ids), b.finish_reason)
+            assert_alike(a.logprobs, b.logprobs)
+        await settle(lambda: first.well and second.well)
+        assert [(await r.client.call("idle_report"))["requests"] for r in fleet._replicas] == [0, 0]
 
 
 async def test_a_rank_that_hangs_ends_its_engine_and_is_not_left(tmp_path: Path, monkeypatch: Any) -> None:

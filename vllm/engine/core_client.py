@@ -43,6 +43,10 @@ OutputHandler = Callable[[list[CoreOutput], CoreStats], None]
 DeathHandler = Callable[[str], None]
 
 
+class EngineSilentError(EngineDeadError):
+    """The core gives no sign of life. It may be stopped, and wake up."""
+
+
 class AsyncCoreClient(Protocol):
     """What `AsyncLLMEngine` needs of a core. Handlers run on the event loop that called `attach`."""
 
@@ -151,21 +155,22 @@ class CorePeer:
             raise EngineDeadError(self._death)
         problem = self._problem(self.PULSE_GRACE_SECONDS, self._health_seconds)
         if problem is not None:
-            raise EngineDeadError(problem)
+            raise problem
 
     def stall(self) -> str | None:
         """Why the core should be given up, or None."""
         if self._death is not None:
             return None
-        return self._problem(max(self.PULSE_GRACE_SECONDS, self._stall_seconds), self._stall_seconds)
+        problem = self._problem(max(self.PULSE_GRACE_SECONDS, self._stall_seconds), self._stall_seconds)
+        return None if problem is None else problem.reason
 
-    def _problem(self, silent_seconds: float, busy_seconds: float) -> str | None:
+    def _problem(self, silent_seconds: float, busy_seconds: float) -> EngineDeadError | None:
         """What is wrong if the core may be silent, and busy with one step, for this long."""
         silence = time.monotonic() - self._last_pulse
         if silence > silent_seconds:
-            return f"The engine core has given no sign of life for {silence:.1f} s."
+            return EngineSilentError(f"The engine core has given no sign of life for {silence:.1f} s.")
         if self._busy_seconds > busy_seconds:
-            return f"The engine core has not finished a step for {self._busy_seconds:.1f} s."
+            return EngineDeadError(f"The engine core has not finished a step for {self._busy_seconds:.1f} s.")
         return None
 
     def excuse(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -18,7 +19,7 @@ from typing import Any
 import msgspec
 
 from vllm.engine.adapters import LOADING, READY, UNKNOWN
-from vllm.engine.core_client import AsyncCoreClient, DeathHandler, OutputHandler
+from vllm.engine.core_client import AsyncCoreClient, DeathHandler, EngineSilentError, OutputHandler
 from vllm.exceptions import EngineDeadError
 from vllm.logger import init_logger
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -31,7 +32,7 @@ logger = init_logger(__name__)
 PREFIX_UNIT = 64
 # A running sequence delays others by about as much as computing so many tokens of a prompt does.
 TOKENS_PER_SEQUENCE = 64
-# A request that was on this many copies when they died is likely to be the reason.
+# A request that was on this many copies when they died or fell silent is likely to be the reason.
 MOST_MOVES = 2
 # When no copy is left, and each has failed more often than this without answering anything in between, all is over.
 MOST_FAILURES = 3
@@ -43,11 +44,12 @@ MOST_RESTART_SECONDS = 60.0
 class _Held:
     """A request that a copy works on.   units: hashes of its prompt's prefixes.   begun: it has brought output.
 
-    work: tokens of the prompt that the copy has to compute, as far as is known.
+    work: tokens of the prompt that the copy has to compute, as far as is known.   name: what the copy calls it.
     """
 
     message: CoreRequest
     units: list[bytes]
+    name: str
     begun: bool = False
     moves: int = 0
     work: int = 0
@@ -59,10 +61,7 @@ class _Held:
             return False
         params = self.message.params
         return not self.begun or (
-            isinstance(params, SamplingParams)
-            and params.output_kind is RequestOutputKind.FINAL_ONLY
-            and params.logprobs is None  # which are counted as they come
-            and params.prompt_logprobs is None
+            isinstance(params, SamplingParams) and params.output_kind is RequestOutputKind.FINAL_ONLY
         )
 
 
@@ -139,14 +138,15 @@ class Fleet:
     A request goes where the least has to be computed before it, cached prefixes counted; its siblings follow it. When a
     copy dies, requests of which nobody has seen any output move to another one, the others end with an error, and the
     copy is started again, however often that fails while others live. The fleet is dead when no copy is left and none
-    can be started.
+    can be started. From a copy that falls silent, requests move that have brought nothing, under another name: what it
+    says of them later is nobody's, also if they have come back to it meanwhile.
     """
 
     def __init__(self, make: Callable[[int], AsyncCoreClient], size: int, caches_prefixes: bool = True) -> None:
         """make: a client of a core that is not started yet, by the copy's number."""
         self._make, self._size, self._caches = make, size, caches_prefixes
         self._replicas: list[_Replica] = []
-        self._owner: dict[str, _Replica] = {}
+        self._owner: dict[str, tuple[_Replica, _Held]] = {}  # by the front end's name
         self._orphans: dict[str, _Held] = {}  # to be sent as soon as there is a copy again
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_outputs: OutputHandler = lambda outputs, stats: None
@@ -219,25 +219,44 @@ class Fleet:
 
     def stall(self) -> str | None:
         """Give up copies that are stuck; of those that may become so, others get what comes. The fleet never is."""
+        silent = []
         for replica in self._replicas:
             if not replica.alive:
                 continue
-            self._look_at(replica)
+            if self._look_at(replica):
+                silent.append(replica)
             problem = replica.client.stall()
             if problem is not None:
                 replica.client.kill()
                 self._lose(replica, problem)
+        if any(replica.alive and replica.well for replica in self._replicas):
+            for replica in silent:
+                self._relieve(replica)
         return None
 
-    def _look_at(self, replica: _Replica) -> None:
-        """Note, and say, whether a copy is well."""
-        problem = ""
+    def _relieve(self, replica: _Replica) -> None:
+        """Move what has not begun from a copy that is silent to those that are well. (One that says that a step takes
+        long keeps it: a request may be the reason, and would hold up the others, too.)
+        """
+        moving = [held for held in replica.held.values() if not held.begun and held.may_move]
+        if not moving:
+            return
+        logger.warning("Replica %d: %d requests that have not begun move to others.", replica.index, len(moving))
+        self.abort([held.message.request_id for held in moving])
+        for held in moving:
+            held.moves += 1
+            held.name = f"{held.message.request_id}-{uuid.uuid4().hex}"  # which nobody can choose for a request
+        self._send(moving)
+
+    def _look_at(self, replica: _Replica) -> bool:
+        """Note, and say, whether a copy is well. True if it is silent."""
+        problem, silent = "", False
         try:
             replica.client.check_health()
         except EngineDeadError as error:
-            problem = error.reason
+            problem, silent = error.reason, isinstance(error, EngineSilentError)
         if replica.well == (not problem):
-            return
+            return silent
         replica.well = not problem
         if problem:
             logger.warning("Replica %d: %s New requests go to others.", replica.index, problem)
@@ -245,6 +264,7 @@ class Fleet:
             logger.info("Replica %d is well again.", replica.index)
         replica.stats = msgspec.structs.replace(replica.stats, alive=replica.well)
         self._on_outputs([], replica.stats)
+        return silent
 
     def excuse(self) -> None:
         for replica in self._replicas:
@@ -256,47 +276,56 @@ class Fleet:
         """Send requests to copies. Raises EngineDeadError if there will never be one again."""
         if self._death is not None:
             raise EngineDeadError(self._death)
-        self._send([_Held(message, prefix_units(message) if self._caches else []) for message in requests])
+        self._send([_Held(m, prefix_units(m) if self._caches else [], m.request_id) for m in requests])
 
     def _send(self, requests: Iterable[_Held]) -> None:
         """Send each request to the copy that suits it best, in as few messages as possible."""
-        parcels: dict[int, list[CoreRequest]] = {}
+        parcels: dict[int, list[_Held]] = {}
         for held in requests:
             replica = self._choose(held)
             if replica is None:
                 self._orphans[held.message.request_id] = held
                 continue
-            parcels.setdefault(replica.index, []).append(held.message)
-            replica.held[held.message.request_id] = held
+            parcels.setdefault(replica.index, []).append(held)
+            replica.held[held.name] = held
             held.work = replica.work(len(held.message.prompt_token_ids), held.units)
             replica.tokens += held.work
             replica.prefixes.add(held.units)
-            self._owner[held.message.request_id] = replica
+            self._owner[held.message.request_id] = replica, held
         self._deliver(parcels)
 
-    def _deliver(self, parcels: dict[int, list[CoreRequest]]) -> None:
+    def _deliver(self, parcels: dict[int, list[_Held]]) -> None:
         """Give each copy the requests that it was chosen for."""
-        for index, messages in parcels.items():
+        for index, requests in parcels.items():
             try:
-                self._replicas[index].client.add(messages)
+                self._replicas[index].client.add([self._named(held) for held in requests])
             except EngineDeadError:
                 continue  # the copy has just ended: `_lose` will look after them
             except Exception:
-                self.abort([message.request_id for message in messages])
+                self.abort([held.message.request_id for held in requests])
                 raise
+
+    def _named(self, held: _Held) -> CoreRequest:
+        """A request, and the one that it was forked from, under the names that its copy knows."""
+        message = held.message
+        parent = self._owner.get(message.fork_of or "")
+        fork_of = message.fork_of if parent is None else parent[1].name
+        if (held.name, fork_of) == (message.request_id, message.fork_of):
+            return message
+        return msgspec.structs.replace(message, request_id=held.name, fork_of=fork_of)
 
     def _send_orphans(self) -> None:
         orphans, self._orphans = self._orphans, {}
         self._send(orphans.values())
 
     def _choose(self, held: _Held) -> _Replica | None:
-        parent = self._owner.get(held.message.fork_of or "")
-        if parent is not None:
-            return parent
         alive = [replica for replica in self._replicas if replica.alive]
         if not alive:
             return None
         alive = [replica for replica in alive if replica.well] or alive
+        parent = self._owner.get(held.message.fork_of or "")
+        if parent is not None and parent[0] in alive:
+            return parent[0]
         self._turn += 1  # of equals each has its turn
         length = len(held.message.prompt_token_ids)
         return min(alive, key=lambda r: (r.cost(length, held.units), (r.index + self._turn) % self._size))
@@ -305,17 +334,18 @@ class Fleet:
         parcels: dict[int, list[str]] = {}
         for request_id in request_ids:
             self._orphans.pop(request_id, None)
-            replica = self._owner.get(request_id)
-            if replica is not None:
-                parcels.setdefault(replica.index, []).append(request_id)
-                self._forget(replica, request_id)
+            found = self._owner.get(request_id)
+            if found is not None:
+                replica, held = found
+                parcels.setdefault(replica.index, []).append(held.name)
+                self._forget(replica, held)
         for index, ids in parcels.items():
             with contextlib.suppress(EngineDeadError):
                 self._replicas[index].client.abort(ids)
 
-    def _forget(self, replica: _Replica, request_id: str) -> None:
-        held = replica.held.pop(request_id)
-        del self._owner[request_id]
+    def _forget(self, replica: _Replica, held: _Held) -> None:
+        del replica.held[held.name]
+        del self._owner[held.message.request_id]
         if not held.begun:
             replica.tokens -= held.work
 
@@ -325,13 +355,14 @@ class Fleet:
         for output in outputs:
             held = replica.held.get(output.request_id)
             if held is None:
-                continue  # aborted meanwhile
+                continue  # aborted or moved meanwhile
+            output.request_id = held.message.request_id
             known.append(output)
             if not held.begun and (output.new_token_ids or output.prompt_logprobs or output.pooled):
                 held.begun = True
                 replica.tokens -= held.work
             if output.finish_reason is not None:
-                self._forget(replica, output.request_id)
+                self._forget(replica, held)
                 replica.failures = 0
         base = replica.base
         replica.stats = stats = msgspec.structs.replace(
@@ -371,7 +402,8 @@ class Fleet:
         moving: dict[str, _Held] = {}
         outputs = []
         text = "The engine replica that worked on this request has ended."
-        for request_id, held in replica.held.items():
+        for held in replica.held.values():
+            request_id = held.message.request_id
             del self._owner[request_id]
             if held.may_move:
                 if held.begun:

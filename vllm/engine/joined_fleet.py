@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from vllm.engine.core_client import AsyncCoreClient
-from vllm.engine.fleet import Fleet, _Replica
+from vllm.engine.fleet import Fleet, _Held, _Replica
 from vllm.exceptions import EngineDeadError
-from vllm.step.messages import CoreRequest
 
 
 class JoinedFleet(Fleet):
@@ -46,21 +45,24 @@ class JoinedFleet(Fleet):
             other.client.kill()
         return [replica, *others]
 
-    def _deliver(self, parcels: dict[int, list[CoreRequest]]) -> None:
+    def _relieve(self, replica: _Replica) -> None:
+        pass  # the others wait for it
+
+    def _deliver(self, parcels: dict[int, list[_Held]]) -> None:
         if not parcels:
             return
         failure: Exception | None = None
         for replica in self._replicas:
             if not replica.alive:
                 continue
-            messages = parcels.get(replica.index, [])
+            requests = parcels.get(replica.index, [])
             try:
-                replica.client.add(messages)
+                replica.client.add([self._named(held) for held in requests])
             except EngineDeadError:
                 continue  # it has just ended: `_lose` will look after the requests
             except Exception as error:
                 failure = error
-                self.abort([message.request_id for message in messages])
+                self.abort([held.message.request_id for held in requests])
                 replica.client.add([])
         if failure is not None:
             raise failure

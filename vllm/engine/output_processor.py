@@ -195,6 +195,7 @@ class OutputProcessor:
                     outputs.append(self._take_plain(request, sequence, core_output.new_token_ids, now))
                     continue
                 if core_output.again:
+                    self._held_logprobs -= sequence.held
                     owner[core_output.request_id] = (request, request.begin_again(sequence))
                     continue
                 if metrics is not None and core_output.new_token_ids:
@@ -203,7 +204,7 @@ class OutputProcessor:
                 if sequence.take(core_output):
                     aborts.append(core_output.request_id)
                 if core_output.logprobs or core_output.prompt_logprobs:
-                    self._hold(request, core_output)
+                    self._hold(request, sequence, core_output)
                 if sequence.error is not None and request.unfinished > 1:  # an answer without it is none
                     del owner[core_output.request_id]
                     changed.pop(request.message.request_id, None)
@@ -306,13 +307,14 @@ class OutputProcessor:
             message.lora_request, num_cached_tokens=request.num_cached_tokens,
         )  # fmt: skip
 
-    def _hold(self, request: RequestState, output: CoreOutput) -> None:
+    def _hold(self, request: RequestState, sequence: SequenceState, output: CoreOutput) -> None:
         """Count the log probabilities that an output brought, if they are kept for an answer."""
         if request.kind is RequestOutputKind.DELTA:
             positions = output.prompt_logprobs or []
         else:
             positions = [*(output.logprobs or ()), *(output.prompt_logprobs or ())]
         more = sum(len(position.token_ids) for position in positions)
+        sequence.held += more
         request.held += more
         self._held_logprobs += more
 

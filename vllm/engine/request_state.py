@@ -41,8 +41,8 @@ class SequenceState:
     """One of the sequences of a request. Without stop strings and streaming, its text is made when it has ended."""
 
     __slots__ = (
-        "cumulative_logprob", "decodes_at_end", "detokenizer", "error", "finish_reason", "index", "last_token_time",
-        "logprobs", "new_tokens", "params", "stop_reason", "token_ids", "tokenizer",
+        "cumulative_logprob", "decodes_at_end", "detokenizer", "error", "finish_reason", "held", "index",
+        "last_token_time", "logprobs", "new_tokens", "params", "stop_reason", "token_ids", "tokenizer",
     )  # fmt: skip
 
     def __init__(self, index: int, prompt_token_ids: list[int], params: SamplingParams, tokenizer: Tokenizer | None):
@@ -54,6 +54,7 @@ class SequenceState:
         if params.logprobs is not None:
             self.logprobs = FlatLogprobs(token_text(self.tokenizer)) if params.flat_logprobs else []
         self.cumulative_logprob = 0.0
+        self.held = 0  # as of its request, of which it is a part
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.error: str | None = None
@@ -187,11 +188,7 @@ class RequestState:
         self.is_plain = False
         self.unfinished = len(message.children)
         self.changed: list[SequenceState] = []  # in this step
-        self.prompt_logprobs: Any = None  # the same
-        if params.prompt_logprobs is not None:
-            text = token_text(tokenizer if params.detokenize else None)
-            self.prompt_logprobs = FlatLogprobs(text) if params.flat_logprobs else []
-            self.prompt_logprobs.append(None)
+        self.prompt_logprobs: Any = self._first_prompt_logprobs(tokenizer if params.detokenize else None)
         self.held = 0  # log probabilities that are kept until its end
         self.sent_prompt_logprobs = False
         self.num_cached_tokens: int | None = None
@@ -227,7 +224,19 @@ class RequestState:
         """Take an unfinished sequence for one of which nothing is known yet; what replaces it."""
         again = SequenceState(sequence.index, self.message.prompt_token_ids, sequence.params, sequence.tokenizer)
         self.sequences[sequence.index] = again
+        self.held -= sequence.held
+        if sequence.index == 0:  # from which all is known that is said about the prompt
+            self.prompt_logprobs, self.num_cached_tokens = self._first_prompt_logprobs(sequence.tokenizer), None
         return again
+
+    def _first_prompt_logprobs(self, tokenizer: Tokenizer | None) -> Any:
+        """Those of the first token, of which there are none; None if nobody wants any."""
+        params = self.message.params
+        if params.prompt_logprobs is None:
+            return None
+        found: Any = FlatLogprobs(token_text(tokenizer)) if params.flat_logprobs else []
+        found.append(None)
+        return found
 
     def note(self, output: CoreOutput, now: float, tokenizer: Tokenizer | None) -> None:
         """What an output says about the request as a whole."""
