@@ -177,6 +177,10 @@ def test_wrong_requests_say_what_to_do(tmp_path: Path, capsys: pytest.CaptureFix
     assert "do not divide" in capsys.readouterr().err
     assert run(["quantize", "demo", "--format", "awq", "--act-order", "--out", str(tmp_path / "b")]) == 1
     assert "--act-order goes with" in capsys.readouterr().err
+    for tokens in ("0", "-5", "1279"):
+        few = ["--tokens", tokens]
+        assert run(["quantize", "demo", "--format", "gptq", *few, "--out", str(tmp_path / "c")]) == 1
+        assert f"--tokens must be 1280 or more for this model, got {tokens}." in capsys.readouterr().err
     (tmp_path / "short.txt").write_text("too short")
     short = ["--data", str(tmp_path / "short.txt")]
     assert run(["quantize", "demo", "--format", "gptq", *short, "--out", str(tmp_path / "c")]) == 1
