@@ -169,6 +169,16 @@ def test_a_pattern_must_tell_files_apart(pattern: str, folder: Path, tmp_path: P
         llm.save_sharded_state(str(tmp_path / "saved"), pattern=pattern)
 
 
+def test_a_model_is_not_saved_into_its_own_folder(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(folder)
+    before = sorted((file.name, file.stat().st_mtime_ns) for file in folder.iterdir())
+    with LLM(str(folder), **OPTIONS) as llm:
+        for path in (folder, tmp_path / "link"):
+            with pytest.raises(ValueError, match=f"{path} is the model's own folder"):
+                llm.save_sharded_state(str(path))
+    assert sorted((file.name, file.stat().st_mtime_ns) for file in folder.iterdir()) == before
+
+
 # -- tensorizer --------------------------------------------------------------------------------------------------------
 
 
