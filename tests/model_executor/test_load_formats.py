@@ -179,6 +179,16 @@ def test_a_model_is_not_saved_into_its_own_folder(folder: Path, tmp_path: Path) 
     assert sorted((file.name, file.stat().st_mtime_ns) for file in folder.iterdir()) == before
 
 
+def test_a_model_takes_the_place_of_another_that_was_saved(folder: Path, tmp_path: Path) -> None:
+    """Whose files were more."""
+    saved(folder, tmp_path / "saved", max_size=20_000)
+    assert len(list((tmp_path / "saved").glob("model-rank-0-part-*"))) > 2
+    torch.manual_seed(5)
+    save_random_hf_model(hf.LlamaConfig(**GQA), tmp_path / "other")
+    expected = saved(tmp_path / "other", tmp_path / "saved")
+    assert tokens(tmp_path / "saved", load_format="sharded_state") == expected
+
+
 # -- tensorizer --------------------------------------------------------------------------------------------------------
 
 
