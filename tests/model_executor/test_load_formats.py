@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from vllm import LLM, EngineArgs, ModelRegistry, SamplingParams
 from vllm.config.model_source import copy_small_files
 from vllm.distributed import TensorParallel
 from vllm.model_executor.model_loader import checkpoint, weights
+from vllm.model_executor.model_loader.safetensors_file import write_tensors
 from vllm.model_executor.model_loader.tensorizer import TensorizerConfig, tensorize_vllm_model
 
 ROOT = Path(__file__).parents[2]
@@ -187,6 +189,23 @@ def test_a_model_takes_the_place_of_another_that_was_saved(folder: Path, tmp_pat
     save_random_hf_model(hf.LlamaConfig(**GQA), tmp_path / "other")
     expected = saved(tmp_path / "other", tmp_path / "saved")
     assert tokens(tmp_path / "saved", load_format="sharded_state") == expected
+
+
+def test_saved_weights_are_for_whom_other_files_are_for(folder: Path, tmp_path: Path) -> None:
+    saved(folder, tmp_path / "saved")
+    (tmp_path / "any").touch()
+    assert {file.stat().st_mode for file in (tmp_path / "saved").iterdir()} == {(tmp_path / "any").stat().st_mode}
+
+
+def test_a_full_disk_is_an_os_error_and_leaves_no_part_of_a_file(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(OSError, match=r"x\.safetensors cannot be written: .*File too large"):
+            write_tensors({"x": torch.zeros(1000)}, tmp_path / "x.safetensors")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
 
 
 # -- tensorizer --------------------------------------------------------------------------------------------------------

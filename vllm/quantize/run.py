@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -21,6 +20,7 @@ from vllm.entrypoints.llm import LLM
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.method import containers_of
 from vllm.model_executor.model_loader.checkpoint import find_checkpoint
+from vllm.model_executor.model_loader.safetensors_file import read_entries, write_tensors
 from vllm.model_executor.models.family import Family
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.model_executor.models.spec import Layout, Mlp
@@ -297,14 +297,12 @@ class _Writer:
 
 
 def _names_in(file: Path) -> list[str]:
-    from vllm.model_executor.model_loader.safetensors_file import read_entries
-
     return [entry.name for entry in read_entries(file)]
 
 
 def _save(tensors: dict[str, Tensor], file: Path) -> None:
     fresh = file.with_suffix(".new")
-    save_file({name: tensor.clone() for name, tensor in tensors.items()}, fresh, metadata={"format": "pt"})
+    write_tensors({name: tensor.clone() for name, tensor in tensors.items()}, fresh)
     os.replace(fresh, file)
 
 

@@ -22,7 +22,7 @@ from vllm.distributed import TensorParallel
 from vllm.model_executor.layers.quantization.method import QuantizedExpertMethod, QuantizedLinearMethod
 from vllm.model_executor.model_loader.filler import WeightFiller
 from vllm.model_executor.model_loader.quantized_weights import quantized_experts, quantized_layers
-from vllm.model_executor.model_loader.safetensors_file import iterate_tensors
+from vllm.model_executor.model_loader.safetensors_file import iterate_tensors, write_tensors
 from vllm.ops.quantized_weights import GroupedWeight, InputQuant
 
 if TYPE_CHECKING:
@@ -152,8 +152,6 @@ def write_files(
     """Write tensors to safetensors files of about `max_size` bytes each, named by `pattern`, in place of such files of
     this rank.
     """
-    from safetensors.torch import save_file
-
     limit, files = MAX_SIZE if max_size is None else int(max_size), list[Path]()
     if limit < 1:
         raise ValueError(f"max_size must be at least 1 byte, got {max_size}.")
@@ -166,7 +164,7 @@ def write_files(
     def flush() -> None:
         nonlocal size
         files.append(folder / file_name(pattern, rank, len(files)))
-        save_file(part, files[-1])
+        write_tensors(part, files[-1])
         part.clear()
         size = 0
 
