@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,23 @@ def test_an_interrupted_job_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(report.errors) == 28
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert all((tmp_path / "out" / file).exists() for file in index["weight_map"].values())
+
+
+@pytest.mark.parametrize("name", ["gptq", "gguf-q8_0"])
+def test_a_job_whose_disk_was_full_is_done_again(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    asked = ["quantize", "demo", "--format", name, "--tokens", "1280", "--out", str(tmp_path / "out")]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
+    try:
+        assert run(asked) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "File too large" in capsys.readouterr().err
+    assert not list((tmp_path / "out").glob("*.new"))
+    assert run(asked) == 0
 
 
 def test_wrong_requests_say_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -140,8 +140,12 @@ def _to_gguf(job: Job, llm: LLM, layers: dict[str, list[str]], sizes: dict[str, 
     del llm
     job.out.mkdir(parents=True, exist_ok=True)
     file = job.out / f"{config.path.name}-{job.format.removeprefix('gguf-').upper()}.gguf"
-    made.write(file.with_suffix(".new"))
-    os.replace(file.with_suffix(".new"), file)
+    fresh = file.with_suffix(".new")
+    try:
+        made.write(fresh)
+        os.replace(fresh, file)
+    finally:
+        fresh.unlink(missing_ok=True)  # a job that begins again needs an empty folder
     report.bytes_after = file.stat().st_size
     report.compare(before, run_over(LLM(str(file)), held_out))
     return report
