@@ -27,6 +27,7 @@ from vllm.gguf.tokenizer import tokenizer_files
 from vllm.model_executor.layers.quantization.gguf_blocks import BLOCK_TYPES, read_blocks
 from vllm.model_executor.layers.quantization.method import StoredEmbeddingMethod
 from vllm.model_executor.model_loader import load_model
+from vllm.model_executor.model_loader.checkpoint import find_checkpoint
 from vllm.model_executor.model_loader.live_weights import unpacked
 
 DEMO = Path(__file__).parents[2] / "vllm" / "assets" / "demo"
@@ -346,3 +347,13 @@ def test_llama3_scaling_is_found_again(tmp_path: Path) -> None:
     writer.close()
     found = config_of(read_gguf(tmp_path / "r.gguf"))["rope_scaling"]
     assert (found["rope_type"], found["factor"], found["original_max_position_embeddings"]) == ("llama3", 8.0, 8192)
+
+
+def test_a_file_in_a_download_cache_is_a_link_to_one_with_another_name(tmp_path: Path) -> None:
+    write("llama", tmp_path, mixed)
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "model.gguf").rename(tmp_path / "blobs" / "a80dd99e")
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "snapshot" / "model.gguf").symlink_to("../blobs/a80dd99e")
+    for given in (tmp_path / "snapshot" / "model.gguf", tmp_path / "snapshot"):
+        assert find_checkpoint(resolve(str(given)), "auto").kind == "gguf"
