@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -357,3 +358,18 @@ def test_a_file_in_a_download_cache_is_a_link_to_one_with_another_name(tmp_path:
     (tmp_path / "snapshot" / "model.gguf").symlink_to("../blobs/a80dd99e")
     for given in (tmp_path / "snapshot" / "model.gguf", tmp_path / "snapshot"):
         assert find_checkpoint(resolve(str(given)), "auto").kind == "gguf"
+
+
+def test_a_cache_that_is_full_is_named_and_nothing_is_left_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("llama", tmp_path, mixed)
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "full"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(ValueError, match="could not be unpacked into .*: File too large. Set VLLM_CACHE_ROOT"):
+            folder_of(tmp_path / "model.gguf")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list((tmp_path / "full" / "gguf").iterdir())

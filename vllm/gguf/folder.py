@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -52,18 +51,16 @@ def folder_of(file: Path) -> Path:
     texts["generation_config.json"] = json.dumps({"eos_token_id": end_tokens(gguf)} if end_tokens(gguf) else {})
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        fresh = Path(tempfile.mkdtemp(dir=folder.parent))
+        with tempfile.TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as fresh:
+            for name, text in texts.items():
+                Path(fresh, name).write_text(text, encoding="utf-8")
+            for part in files:
+                Path(fresh, part.name).symlink_to(part.resolve())
+            os.rename(fresh, folder)
     except OSError as error:
-        raise ValueError(
-            f"The settings of {file} could not be unpacked into {folder.parent}: {error.strerror}. Set VLLM_CACHE_ROOT "
-            "to a folder that can be written."
-        ) from None
-    for name, text in texts.items():
-        (fresh / name).write_text(text, encoding="utf-8")
-    for part in files:
-        (fresh / part.name).symlink_to(part.resolve())
-    try:
-        os.rename(fresh, folder)
-    except OSError:  # another process was faster
-        shutil.rmtree(fresh)
+        if not folder.exists():  # else another process was faster
+            raise ValueError(
+                f"The settings of {file} could not be unpacked into {folder.parent}: {error.strerror}. Set "
+                "VLLM_CACHE_ROOT to a folder that can be written."
+            ) from None
     return folder
