@@ -165,8 +165,8 @@ def damaged_state(folder: Path, tmp_path: Path) -> Path:
     return tmp_path / "saved"
 
 
-@pytest.mark.parametrize("pattern", ["weights.safetensors", "../{rank}-{part}", "{rank}", "{rank.x}-{part}"])
-def test_a_pattern_must_tell_files_apart(pattern: str, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("pattern", [7, "weights.safetensors", "../{rank}-{part}", "{rank}", "{rank.x}-{part}"])
+def test_a_pattern_must_tell_files_apart(pattern: Any, folder: Path, tmp_path: Path) -> None:
     with LLM(str(folder), **OPTIONS) as llm, pytest.raises(ValueError, match="must be a file's name"):
         llm.save_sharded_state(str(tmp_path / "saved"), pattern=pattern)
 
@@ -324,9 +324,18 @@ def test_npcache_is_written_once_and_read_afterwards(torch_folder: Path) -> None
     assert "model.embed_tokens.weight" in names
     assert np.load(torch_folder / "np" / "model.embed_tokens.weight.npy").dtype == np.float32
     assert not list(torch_folder.glob(".np*"))
-    (torch_folder / "np" / "model.norm.weight.npy").write_bytes(b"\x93NUMPY nothing")
-    with pytest.raises(ValueError, match=r"cannot be read.*Remove .*/np"):
-        load(torch_folder, load_format="npcache")
+    for damage in (b"\x93NUMPY nothing", b""):
+        (torch_folder / "np" / "model.norm.weight.npy").write_bytes(damage)
+        with pytest.raises(ValueError, match=r"cannot be read.*Remove .*/np"):
+            load(torch_folder, load_format="npcache")
+
+
+@pytest.mark.parametrize(("content", "reason"), [(b"", "it ends too early"), (b"abc" * 100, ".+")])
+def test_damaged_pytorch_files_are_named(content: bytes, reason: str, torch_folder: Path) -> None:
+    for file in torch_folder.glob("*.bin"):
+        file.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"\.bin is not a complete PyTorch checkpoint: {reason}\. Download it again"):
+        load(torch_folder, load_format="pt")
 
 
 def test_names_of_a_numpy_cache_cannot_leave_it(torch_folder: Path) -> None:

@@ -188,7 +188,8 @@ def _files(folder: Path, rank: int, pattern: str | None) -> list[Path]:
 def file_name(pattern: str | None, rank: int, part: int | str) -> str:
     """The name of a file. Raises ValueError for a pattern that does not tell files apart, or leaves the folder."""
     pattern = PATTERN if pattern is None else pattern
-    if sorted(_FIELD.findall(pattern)) != ["{part}", "{rank}"] or "/" in pattern or "\\" in pattern or "\0" in pattern:
+    fields = sorted(_FIELD.findall(pattern)) if isinstance(pattern, str) else []
+    if fields != ["{part}", "{rank}"] or "/" in pattern or "\\" in pattern or "\0" in pattern:
         raise ValueError(f"The pattern must be a file's name with {{rank}} and {{part}} in it, got {pattern!r}.")
     return pattern.format(rank=rank, part=part)
 
