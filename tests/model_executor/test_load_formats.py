@@ -191,6 +191,12 @@ def test_a_model_takes_the_place_of_another_that_was_saved(folder: Path, tmp_pat
     assert tokens(tmp_path / "saved", load_format="sharded_state") == expected
 
 
+def test_saved_weights_say_how_they_are_loaded(folder: Path, tmp_path: Path) -> None:
+    saved(folder, tmp_path / "saved")
+    with pytest.raises(ValueError, match='Load them with load_format="sharded_state"'):
+        tokens(tmp_path / "saved")
+
+
 def test_saved_weights_are_for_whom_other_files_are_for(folder: Path, tmp_path: Path) -> None:
     saved(folder, tmp_path / "saved")
     (tmp_path / "any").touch()
