@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import socket
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +18,7 @@ from tests.tiny_encoders import save_bert
 from vllm import LLM, SamplingParams
 from vllm.entrypoints.openai import run_batch
 from vllm.entrypoints.openai.protocol import CompletionRequest, checked
-from vllm.entrypoints.openai.run_batch import main, read_lines, serve_metrics
+from vllm.entrypoints.openai.run_batch import LongLine, main, read_lines, serve_metrics
 from vllm.metrics.registry import EngineMetrics
 
 PROMPT = "The capital of France is"
@@ -140,20 +142,56 @@ def test_what_cannot_work_is_refused_before_a_model_is_loaded(arguments, message
     assert error.startswith("vllm run-batch: ") and message in error
 
 
-def test_empty_lines_are_no_requests(tmp_path: Path):
-    path = tmp_path / "in.jsonl"
-    path.write_bytes(b"\n  \n{}\r\n\n[]")
-    assert read_lines(path) == [b"{}", b"[]"]
-    path.write_bytes(b"\xef\xbb\xbf{}\r\n[]\r\n")
-    assert read_lines(path) == [b"{}", b"[]"], "a byte order mark is none either"
+def test_empty_lines_are_no_requests():
+    assert list(read_lines(io.BytesIO(b"\n  \n{}\r\n\n[]"))) == [b"{}", b"[]"]
+    marked = io.BytesIO(b"\xef\xbb\xbf{}\r\n[]\r\n")
+    assert list(read_lines(marked)) == [b"{}", b"[]"], "a byte order mark is none either"
+    assert list(read_lines(io.BytesIO())) == []
 
 
-def test_a_line_beyond_the_limit_is_refused(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("vllm.entrypoints.openai.run_batch.MAX_LINE_BYTES", 10)
-    path = tmp_path / "in.jsonl"
-    path.write_bytes(b"1234567890\n12345678901\n")
-    with pytest.raises(ValueError, match="longer than 10 bytes"):
-        read_lines(path)
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [
+        (b'{"custom_id": "a", %s}', {b'"a"'}),
+        (b'{%s, "custom_id" : "a\\"b"}', {b'"a\\"b"'}),
+        (b'{"custom_id": "a", %s, "custom_id": "b"}', {b'"a"', b'"b"'}),
+        (b'{%s, "custom_id": 7}', set()),
+    ],
+)
+@pytest.mark.parametrize("length", range(500, 600, 7))
+def test_of_a_line_beyond_the_limit_the_names_are_kept(text: bytes, ids: set[bytes], length: int, monkeypatch):
+    """Wherever it is cut while it is read."""
+    monkeypatch.setattr(run_batch, "MAX_LINE_BYTES", 60)
+    monkeypatch.setattr(run_batch, "_MAX_ID_BYTES", 40)
+    longest = b"1" * 60
+    lines = [longest, text % (b"x" * length), longest + b"\r", b" " * 200, longest]
+    assert list(read_lines(io.BytesIO(b"\n".join(lines)))) == [
+        *(longest, LongLine(frozenset(ids)), longest, LongLine(frozenset()), longest)
+    ]
+
+
+def test_a_line_beyond_the_limit_is_refused_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_batch, "MAX_LINE_BYTES", 1000)
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    long = [line(f"long{i}", "/v1/completions", prompt="x" * size, **GREEDY) for i, size in enumerate((1000, 50_000))]
+    source.write_text("\n".join([GOOD[0], *long, GOOD[1]]))
+    assert main(["run-batch", "-i", str(source), "-o", str(target), "--model", "demo", "--max-model-len", "512"]) == 0
+    answers = [json.loads(text) for text in target.read_text().splitlines()]
+    assert [a["custom_id"] for a in answers] == ["c0", "long0", "long1", "c1"]
+    assert [a["response"]["status_code"] for a in answers] == [200, 413, 413, 200]
+    assert answers[1]["error"] == "The line is longer than 1000 bytes."
+
+
+def idle_engine(ended: list[float]) -> Any:
+    """An engine that is only asked for its model and to end."""
+
+    async def shutdown(timeout: float) -> None:
+        ended.append(timeout)
+
+    model = SimpleNamespace(
+        served_model_names=[], served_model_name="m", model="m", max_model_len=5, get_diff_sampling_param=dict
+    )
+    return SimpleNamespace(vllm_config=SimpleNamespace(model_config=model), shutdown=shutdown)
 
 
 def test_what_was_answered_is_kept_when_the_run_ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,20 +204,36 @@ def test_what_was_answered_is_kept_when_the_run_ends_early(monkeypatch: pytest.M
         return {"custom_id": text.decode(), "error": None}
 
     ended: list[float] = []
-
-    async def shutdown(timeout: float) -> None:
-        ended.append(timeout)
-
-    model = SimpleNamespace(
-        served_model_names=[], served_model_name="m", model="m", max_model_len=5, get_diff_sampling_param=dict
-    )
-    engine: Any = SimpleNamespace(vllm_config=SimpleNamespace(model_config=model), shutdown=shutdown)
     written: list[dict[str, Any]] = []
     monkeypatch.setattr(run_batch, "answer_line", answer)
     with pytest.raises(RuntimeError, match="gone"):
-        asyncio.run(run_batch.run(engine, [b"0", b"1", b"2", b"3"], "assistant", 2, written.append))
+        asyncio.run(run_batch.run(idle_engine(ended), [b"0", b"1", b"2", b"3"], "assistant", 2, written.append))
     assert [item["custom_id"] for item in written] == ["0", "1"]
     assert ended == [0.0]
+
+
+def test_lines_are_read_as_their_turn_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many they are, and however long the first takes."""
+    read, written, in_progress = 0, [], set()
+    bound = 3 * run_batch.AHEAD
+
+    def lines() -> Iterator[bytes]:
+        nonlocal read
+        for read in range(1, 1001):
+            assert read - len(written) <= bound + 1 and len(in_progress) < 3
+            yield b"%d" % read
+
+    async def answer(context: Any, text: bytes) -> dict[str, Any]:
+        in_progress.add(text)
+        while text == b"1" and read < bound:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        in_progress.remove(text)
+        return {"custom_id": text.decode(), "error": None}
+
+    monkeypatch.setattr(run_batch, "answer_line", answer)
+    asyncio.run(run_batch.run(idle_engine([]), lines(), "assistant", 3, written.append))
+    assert [item["custom_id"] for item in written] == [str(i) for i in range(1, 1001)]
 
 
 def test_an_answer_file_that_cannot_be_written_is_told_first(

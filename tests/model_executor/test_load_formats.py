@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from vllm import LLM, EngineArgs, ModelRegistry, SamplingParams
 from vllm.config.model_source import copy_small_files
 from vllm.distributed import TensorParallel
 from vllm.model_executor.model_loader import checkpoint, weights
+from vllm.model_executor.model_loader.safetensors_file import write_tensors
 from vllm.model_executor.model_loader.tensorizer import TensorizerConfig, tensorize_vllm_model
 
 ROOT = Path(__file__).parents[2]
@@ -163,10 +165,53 @@ def damaged_state(folder: Path, tmp_path: Path) -> Path:
     return tmp_path / "saved"
 
 
-@pytest.mark.parametrize("pattern", ["weights.safetensors", "../{rank}-{part}", "{rank}", "{rank.x}-{part}"])
-def test_a_pattern_must_tell_files_apart(pattern: str, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("pattern", [7, "weights.safetensors", "../{rank}-{part}", "{rank}", "{rank.x}-{part}"])
+def test_a_pattern_must_tell_files_apart(pattern: Any, folder: Path, tmp_path: Path) -> None:
     with LLM(str(folder), **OPTIONS) as llm, pytest.raises(ValueError, match="must be a file's name"):
         llm.save_sharded_state(str(tmp_path / "saved"), pattern=pattern)
+
+
+def test_a_model_is_not_saved_into_its_own_folder(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(folder)
+    before = sorted((file.name, file.stat().st_mtime_ns) for file in folder.iterdir())
+    with LLM(str(folder), **OPTIONS) as llm:
+        for path in (folder, tmp_path / "link"):
+            with pytest.raises(ValueError, match=f"{path} is the model's own folder"):
+                llm.save_sharded_state(str(path))
+    assert sorted((file.name, file.stat().st_mtime_ns) for file in folder.iterdir()) == before
+
+
+def test_a_model_takes_the_place_of_another_that_was_saved(folder: Path, tmp_path: Path) -> None:
+    """Whose files were more."""
+    saved(folder, tmp_path / "saved", max_size=20_000)
+    assert len(list((tmp_path / "saved").glob("model-rank-0-part-*"))) > 2
+    torch.manual_seed(5)
+    save_random_hf_model(hf.LlamaConfig(**GQA), tmp_path / "other")
+    expected = saved(tmp_path / "other", tmp_path / "saved")
+    assert tokens(tmp_path / "saved", load_format="sharded_state") == expected
+
+
+def test_saved_weights_say_how_they_are_loaded(folder: Path, tmp_path: Path) -> None:
+    saved(folder, tmp_path / "saved")
+    with pytest.raises(ValueError, match='Load them with load_format="sharded_state"'):
+        tokens(tmp_path / "saved")
+
+
+def test_saved_weights_are_for_whom_other_files_are_for(folder: Path, tmp_path: Path) -> None:
+    saved(folder, tmp_path / "saved")
+    (tmp_path / "any").touch()
+    assert {file.stat().st_mode for file in (tmp_path / "saved").iterdir()} == {(tmp_path / "any").stat().st_mode}
+
+
+def test_a_full_disk_is_an_os_error_and_leaves_no_part_of_a_file(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(OSError, match=r"x\.safetensors cannot be written: .*File too large"):
+            write_tensors({"x": torch.zeros(1000)}, tmp_path / "x.safetensors")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
 
 
 # -- tensorizer --------------------------------------------------------------------------------------------------------
@@ -285,9 +330,18 @@ def test_npcache_is_written_once_and_read_afterwards(torch_folder: Path) -> None
     assert "model.embed_tokens.weight" in names
     assert np.load(torch_folder / "np" / "model.embed_tokens.weight.npy").dtype == np.float32
     assert not list(torch_folder.glob(".np*"))
-    (torch_folder / "np" / "model.norm.weight.npy").write_bytes(b"\x93NUMPY nothing")
-    with pytest.raises(ValueError, match=r"cannot be read.*Remove .*/np"):
-        load(torch_folder, load_format="npcache")
+    for damage in (b"\x93NUMPY nothing", b""):
+        (torch_folder / "np" / "model.norm.weight.npy").write_bytes(damage)
+        with pytest.raises(ValueError, match=r"cannot be read.*Remove .*/np"):
+            load(torch_folder, load_format="npcache")
+
+
+@pytest.mark.parametrize(("content", "reason"), [(b"", "it ends too early"), (b"abc" * 100, ".+")])
+def test_damaged_pytorch_files_are_named(content: bytes, reason: str, torch_folder: Path) -> None:
+    for file in torch_folder.glob("*.bin"):
+        file.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"\.bin is not a complete PyTorch checkpoint: {reason}\. Download it again"):
+        load(torch_folder, load_format="pt")
 
 
 def test_names_of_a_numpy_cache_cannot_leave_it(torch_folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from vllm.gguf.tokenizer import tokenizer_files
 from vllm.model_executor.layers.quantization.gguf_blocks import BLOCK_TYPES, read_blocks
 from vllm.model_executor.layers.quantization.method import StoredEmbeddingMethod
 from vllm.model_executor.model_loader import load_model
+from vllm.model_executor.model_loader.checkpoint import find_checkpoint
 from vllm.model_executor.model_loader.live_weights import unpacked
 
 DEMO = Path(__file__).parents[2] / "vllm" / "assets" / "demo"
@@ -346,3 +348,28 @@ def test_llama3_scaling_is_found_again(tmp_path: Path) -> None:
     writer.close()
     found = config_of(read_gguf(tmp_path / "r.gguf"))["rope_scaling"]
     assert (found["rope_type"], found["factor"], found["original_max_position_embeddings"]) == ("llama3", 8.0, 8192)
+
+
+def test_a_file_in_a_download_cache_is_a_link_to_one_with_another_name(tmp_path: Path) -> None:
+    write("llama", tmp_path, mixed)
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "model.gguf").rename(tmp_path / "blobs" / "a80dd99e")
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "snapshot" / "model.gguf").symlink_to("../blobs/a80dd99e")
+    for given in (tmp_path / "snapshot" / "model.gguf", tmp_path / "snapshot"):
+        assert find_checkpoint(resolve(str(given)), "auto").kind == "gguf"
+
+
+def test_a_cache_that_is_full_is_named_and_nothing_is_left_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("llama", tmp_path, mixed)
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "full"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(ValueError, match="could not be unpacked into .*: File too large. Set VLLM_CACHE_ROOT"):
+            folder_of(tmp_path / "model.gguf")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list((tmp_path / "full" / "gguf").iterdir())

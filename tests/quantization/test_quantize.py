@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,15 @@ import transformers as hf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.quantization.harness import PROMPT, plain_model
+from tests.quantization.harness import PROMPT, SIZES, plain_model
 from tools.demo_model.corpus import strings
 from vllm import LLM, SamplingParams
+from vllm.config.hf import HFConfig
 from vllm.entrypoints.cli.main import run
 from vllm.quantize.calibrate import documents_of
 from vllm.quantize.formats import TARGETS
 from vllm.quantize.gguf import FORMATS as GGUF_FORMATS
+from vllm.quantize.gguf_file import metadata_for
 from vllm.quantize.rounding import Inputs, awq_scales, output_error, round_gptq, round_nearest
 from vllm.quantize.run import Job, Report, quantize
 
@@ -168,6 +171,23 @@ def test_an_interrupted_job_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert all((tmp_path / "out" / file).exists() for file in index["weight_map"].values())
 
 
+@pytest.mark.parametrize("name", ["gptq", "gguf-q8_0"])
+def test_a_job_whose_disk_was_full_is_done_again(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    asked = ["quantize", "demo", "--format", name, "--tokens", "1280", "--out", str(tmp_path / "out")]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
+    try:
+        assert run(asked) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "File too large" in capsys.readouterr().err
+    assert not list((tmp_path / "out").glob("*.new"))
+    assert run(asked) == 0
+
+
 def test_wrong_requests_say_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("")
@@ -177,6 +197,10 @@ def test_wrong_requests_say_what_to_do(tmp_path: Path, capsys: pytest.CaptureFix
     assert "do not divide" in capsys.readouterr().err
     assert run(["quantize", "demo", "--format", "awq", "--act-order", "--out", str(tmp_path / "b")]) == 1
     assert "--act-order goes with" in capsys.readouterr().err
+    for tokens in ("0", "-5", "1279"):
+        few = ["--tokens", tokens]
+        assert run(["quantize", "demo", "--format", "gptq", *few, "--out", str(tmp_path / "c")]) == 1
+        assert f"--tokens must be 1280 or more for this model, got {tokens}." in capsys.readouterr().err
     (tmp_path / "short.txt").write_text("too short")
     short = ["--data", str(tmp_path / "short.txt")]
     assert run(["quantize", "demo", "--format", "gptq", *short, "--out", str(tmp_path / "c")]) == 1
@@ -184,3 +208,36 @@ def test_wrong_requests_say_what_to_do(tmp_path: Path, capsys: pytest.CaptureFix
     assert run(["quantize", "demo", "--format", "fp8", "--out", str(tmp_path / "full" / "x" / "y")]) == 1
     assert "Not a directory" in capsys.readouterr().err
     assert run(["quantize", "demo", "--format", "fp8", "--tokens", "1280", "--out", str(tmp_path / "c")]) == 0
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 8192}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ({"rope_type": "linear", "factor": 2.0}, None),
+        (LLAMA3, None),
+        ({**LLAMA3, "partial_rotary_factor": 0.5}, None),
+        ({**LLAMA3, "high_freq_factor": 5.0}, "scaled in a way that is not supported"),
+        ({**LLAMA3, "original_max_position_embeddings": 1000}, "scaled in a way that is not supported"),
+        ({**YARN, "beta_fast": 32, "attention_factor": None}, None),
+        ({**YARN, "beta_fast": 16}, "no place for all of its rotary embeddings' settings: .*beta_fast=16"),
+        ({**YARN, "attention_factor": 1.0}, "no place for all .*attention_factor=1.0"),
+        ({"rope_type": "dynamic", "factor": 2.0}, "scaled by 'dynamic' cannot be written"),
+    ],
+)
+def test_rotary_embeddings_that_gguf_cannot_hold_are_refused_first(
+    rope: dict[str, Any], message: str | None, tmp_path: Path
+) -> None:
+    fields = {**SIZES, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": 8192}
+    config = HFConfig.from_dict({**fields, "rope_theta": 5e5, "rope_scaling": rope})
+    if message is None:
+        _, divisors = metadata_for(config, "llama", "model")
+        pairs = int(config.head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
+        assert len(divisors) == pairs if rope["rope_type"] == "llama3" else divisors is None
+        return
+    with pytest.raises(ValueError, match=f"GGUF file.*{message}"):
+        metadata_for(config, "llama", "model")

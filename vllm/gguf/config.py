@@ -189,7 +189,7 @@ def config_of(gguf: GgufFile) -> dict[str, Any]:
     if rotary != head_dim:
         config["partial_rotary_factor"] = rotary / head_dim
     _add_tokens(config, settings)
-    _add_rope_scaling(config, settings, gguf)
+    add_rope_scaling(config, settings, {name: _numbers(gguf, name) for name in ROPE_TENSORS})
     if settings.architecture == "llama":
         _add_llama(config, settings)
     if settings.architecture == "gemma2":
@@ -223,18 +223,19 @@ def _add_gemma2(config: dict[str, Any], settings: Settings) -> None:
     config["query_pre_attn_scalar"] = per_head if config["num_hidden_layers"] == 46 else config["head_dim"]
 
 
-def _add_rope_scaling(config: dict[str, Any], settings: Settings, gguf: GgufFile) -> None:
+def add_rope_scaling(config: dict[str, Any], settings: Settings, factors: Mapping[str, np.ndarray | None]) -> None:
+    """Add the fields that say how rotary embeddings are scaled. factors: the tensors of ROPE_TENSORS."""
     kind = settings.text(f"{settings.architecture}.rope.scaling.type", "none")
     original = settings.integer("rope.scaling.original_context_length", config["max_position_embeddings"])
-    factors = {name: _numbers(gguf, name) for name in ROPE_TENSORS}
-    if factors["rope_freqs.weight"] is not None:
-        config["rope_scaling"] = _llama3(factors["rope_freqs.weight"], config, gguf)
-    elif factors["rope_factors_long.weight"] is not None and factors["rope_factors_short.weight"] is not None:
+    divisors, long, short = map(factors.get, ROPE_TENSORS)
+    if divisors is not None:
+        config["rope_scaling"] = _llama3(divisors, config, settings)
+    elif long is not None and short is not None:
         config["original_max_position_embeddings"] = original
         config["rope_scaling"] = {
             "rope_type": "longrope",
-            "long_factor": factors["rope_factors_long.weight"].tolist(),
-            "short_factor": factors["rope_factors_short.weight"].tolist(),
+            "long_factor": long.tolist(),
+            "short_factor": short.tolist(),
         }
     elif kind in ("linear", "yarn"):
         scaling: dict[str, Any] = {"rope_type": kind, "factor": settings.number("rope.scaling.factor")}
@@ -242,7 +243,9 @@ def _add_rope_scaling(config: dict[str, Any], settings: Settings, gguf: GgufFile
             scaling["original_max_position_embeddings"] = original
         config["rope_scaling"] = scaling
     elif kind != "none":
-        raise ValueError(f"{gguf.file}: rotary embeddings are scaled by {kind!r}; none, linear and yarn are supported.")
+        raise ValueError(
+            f"{settings.file}: rotary embeddings are scaled by {kind!r}; none, linear and yarn are supported."
+        )
 
 
 def _numbers(gguf: GgufFile, name: str) -> np.ndarray | None:
@@ -260,7 +263,7 @@ def _numbers(gguf: GgufFile, name: str) -> np.ndarray | None:
     return values
 
 
-def _llama3(divisors: np.ndarray, config: dict[str, Any], gguf: GgufFile) -> dict[str, Any]:
+def _llama3(divisors: np.ndarray, config: dict[str, Any], settings: Settings) -> dict[str, Any]:
     """The scaling of Llama 3.1 whose divisors a file holds: found by trying the published settings."""
     pairs = len(divisors)
     lengths = 2 * np.pi * config["rope_theta"] ** (np.arange(pairs) / pairs)
@@ -275,5 +278,5 @@ def _llama3(divisors: np.ndarray, config: dict[str, Any], gguf: GgufFile) -> dic
                 "original_max_position_embeddings": original,
             }  # fmt: skip
     raise ValueError(
-        f"{gguf.file}: its rotary frequencies are scaled in a way that is not supported (not Llama 3.1's)."
+        f"{settings.file}: its rotary frequencies are scaled in a way that is not supported (not Llama 3.1's)."
     )

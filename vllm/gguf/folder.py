@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -22,7 +21,7 @@ __all__ = ["folder_of", "gguf_files"]
 
 logger = init_logger(__name__)
 
-_VERSION = 1  # of what is written
+_VERSION = 2  # of what is written
 
 
 def gguf_files(folder: Path) -> list[Path]:
@@ -36,13 +35,13 @@ def folder_of(file: Path) -> Path:
 
     Raises ValueError if the file is damaged or holds something that is not supported.
     """
-    files = [part.resolve() for part in files_of(file)]
-    parts = [f"{part} {part.stat().st_size} {part.stat().st_mtime_ns}" for part in files]
+    files = files_of(file)  # links, in a download cache, to files with other names
+    parts = [f"{part.resolve()} {part.stat().st_size} {part.stat().st_mtime_ns}" for part in files]
     key = hashlib.sha256("\n".join([str(_VERSION), *parts]).encode()).hexdigest()[:32]
     folder = Path(envs.VLLM_CACHE_ROOT).expanduser() / "gguf" / key
     if (folder / "config.json").is_file():
         return folder
-    gguf = read_model(files[0])
+    gguf = read_model(file)
     config = config_of(gguf)
     texts = {"config.json": json.dumps(config, indent=2)}
     try:
@@ -52,18 +51,16 @@ def folder_of(file: Path) -> Path:
     texts["generation_config.json"] = json.dumps({"eos_token_id": end_tokens(gguf)} if end_tokens(gguf) else {})
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        fresh = Path(tempfile.mkdtemp(dir=folder.parent))
+        with tempfile.TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as fresh:
+            for name, text in texts.items():
+                Path(fresh, name).write_text(text, encoding="utf-8")
+            for part in files:
+                Path(fresh, part.name).symlink_to(part.resolve())
+            os.rename(fresh, folder)
     except OSError as error:
-        raise ValueError(
-            f"The settings of {file} could not be unpacked into {folder.parent}: {error.strerror}. Set VLLM_CACHE_ROOT "
-            "to a folder that can be written."
-        ) from None
-    for name, text in texts.items():
-        (fresh / name).write_text(text, encoding="utf-8")
-    for part in files:
-        (fresh / part.name).symlink_to(part)
-    try:
-        os.rename(fresh, folder)
-    except OSError:  # another process was faster
-        shutil.rmtree(fresh)
+        if not folder.exists():  # else another process was faster
+            raise ValueError(
+                f"The settings of {file} could not be unpacked into {folder.parent}: {error.strerror}. Set "
+                "VLLM_CACHE_ROOT to a folder that can be written."
+            ) from None
     return folder

@@ -72,8 +72,10 @@ def texts_of(llm: LLM, file: Path | None, tokens: int) -> tuple[list[list[int]],
     file: text; None: texts that the model writes itself.
     """
     length = min(_SEQUENCE, llm.llm_engine.vllm_config.model_config.max_model_len - 1)
+    if tokens < 5 * length:
+        raise ValueError(f"--tokens must be {5 * length} or more for this model, got {tokens}.")
     if file is None:
-        return _own_texts(llm, length, max(10, tokens // length))
+        return _own_texts(llm, length, tokens // length)
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

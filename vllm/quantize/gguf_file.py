@@ -18,10 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.config.hf import HFConfig
-from vllm.gguf.config import ARCHITECTURES, Architecture
-from vllm.gguf.container import TYPES
+from vllm.config.hf import HFConfig, RopeSettings
+from vllm.gguf.config import ARCHITECTURES, Architecture, Settings, add_rope_scaling
+from vllm.gguf.container import TYPES, GgufFile
 from vllm.gguf.tokenizer import SPLITS, Kind
+from vllm.model_executor.layers.rope import scaling_from_params
 
 ALIGNMENT = 32
 _IDS = {name: number for number, (name, _, _) in TYPES.items()}
@@ -192,7 +193,7 @@ def names_for(arch: Architecture) -> Callable[[str], str | None]:
 
 def metadata_for(hf: HFConfig, name: str, title: str) -> tuple[dict[str, Any], np.ndarray | None]:
     """(what a file says about a model, the divisors of its rotary frequencies if it has such)."""
-    rope = hf.rope
+    rope, positions = hf.rope, hf.max_position_embeddings or 2048
     values: dict[str, Any] = {
         "general.architecture": name,
         "general.name": title,
@@ -201,7 +202,7 @@ def metadata_for(hf: HFConfig, name: str, title: str) -> tuple[dict[str, Any], n
     }
     own: dict[str, Any] = {
         "vocab_size": hf.vocab_size,
-        "context_length": hf.max_position_embeddings or 2048,
+        "context_length": positions,
         "embedding_length": hf.hidden_size,
         "block_count": hf.num_layers,
         "feed_forward_length": hf.get_int("intermediate_size", "n_inner"),
@@ -230,10 +231,22 @@ def metadata_for(hf: HFConfig, name: str, title: str) -> tuple[dict[str, Any], n
         if rope.kind == "yarn":
             own["rope.scaling.original_context_length"] = int(rope.params["original_max_position_embeddings"])
     elif rope.kind == "llama3":
-        divisors = _llama3_divisors(rope.theta, hf.head_dim, rope.params)
+        divisors = _llama3_divisors(rope.theta, own["rope.dimension_count"], rope.params)
     elif rope.kind != "default":
         raise ValueError(f"GGUF files of models whose rotary embeddings are scaled by {rope.kind!r} cannot be written.")
-    return {**values, **{f"{name}.{key}": value for key, value in own.items()}}, divisors
+    values |= {f"{name}.{key}": value for key, value in own.items()}
+    _check_rope(rope, positions, GgufFile(Path(f"A GGUF file of {title}"), values, ()), divisors)
+    return values, divisors
+
+
+def _check_rope(rope: RopeSettings, positions: int, written: GgufFile, divisors: np.ndarray | None) -> None:
+    """Raise ValueError if a reader would not find the model's rotary embeddings in what is written."""
+    found: dict[str, Any] = {"rope_theta": rope.theta, "max_position_embeddings": positions}
+    add_rope_scaling(found, Settings(written), {"rope_freqs.weight": divisors})
+    params = found.get("rope_scaling", {})
+    wanted = scaling_from_params(rope.kind, rope.params, positions)
+    if divisors is None and scaling_from_params(params.get("rope_type", "default"), params, positions) != wanted:
+        raise ValueError(f"{written.file} has no place for all of its rotary embeddings' settings: {wanted}.")
 
 
 def _llama3_divisors(theta: float, head_dim: int, params: Values) -> np.ndarray:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -21,6 +20,7 @@ from vllm.entrypoints.llm import LLM
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.method import containers_of
 from vllm.model_executor.model_loader.checkpoint import find_checkpoint
+from vllm.model_executor.model_loader.safetensors_file import read_entries, write_tensors
 from vllm.model_executor.models.family import Family
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.model_executor.models.spec import Layout, Mlp
@@ -140,8 +140,12 @@ def _to_gguf(job: Job, llm: LLM, layers: dict[str, list[str]], sizes: dict[str, 
     del llm
     job.out.mkdir(parents=True, exist_ok=True)
     file = job.out / f"{config.path.name}-{job.format.removeprefix('gguf-').upper()}.gguf"
-    made.write(file.with_suffix(".new"))
-    os.replace(file.with_suffix(".new"), file)
+    fresh = file.with_suffix(".new")
+    try:
+        made.write(fresh)
+        os.replace(fresh, file)
+    finally:
+        fresh.unlink(missing_ok=True)  # a job that begins again needs an empty folder
     report.bytes_after = file.stat().st_size
     report.compare(before, run_over(LLM(str(file)), held_out))
     return report
@@ -297,14 +301,12 @@ class _Writer:
 
 
 def _names_in(file: Path) -> list[str]:
-    from vllm.model_executor.model_loader.safetensors_file import read_entries
-
     return [entry.name for entry in read_entries(file)]
 
 
 def _save(tensors: dict[str, Tensor], file: Path) -> None:
     fresh = file.with_suffix(".new")
-    save_file({name: tensor.clone() for name, tensor in tensors.items()}, fresh, metadata={"format": "pt"})
+    write_tensors({name: tensor.clone() for name, tensor in tensors.items()}, fresh)
     os.replace(fresh, file)
 
 

@@ -595,8 +595,10 @@ class Worker:
             self._fuse()
 
     def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> None:
-        """Write this rank's weights for load_format="sharded_state"."""
+        """Write this rank's weights for load_format="sharded_state". Raises ValueError for the model's own folder."""
         folder, rank = Path(path).expanduser(), rank_state.number(self.tp, self.ranks.pp.rank)
+        if folder.exists() and folder.samefile(self.config.model_config.path):
+            raise ValueError(f"{path} is the model's own folder: its weights would be mixed with these. Name another.")
         self._save(lambda tensors: rank_state.write_files(tensors, folder, rank, pattern, max_size))
 
     def save_tensorized(self, settings: dict[str, Any]) -> None:

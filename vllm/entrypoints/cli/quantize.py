@@ -32,7 +32,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--bits", type=int, help="gptq: 2, 3, 4 or 8 (default 4)")
     parser.add_argument("--act-order", action="store_true", help="gptq: inputs with large values first")
     parser.add_argument("--nearest", action="store_true", help="round to nearest, whatever the inputs")
-    parser.add_argument("--tokens", type=int, default=16384, help="of the text that is used (default 16384)")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=16384,
+        help="of the text that is used (default 16384; at least 5 sequences of up to 256)",
+    )
     args = parser.parse_args(list(argv[1:]))
     from vllm.quantize.run import Job, describe, quantize
 

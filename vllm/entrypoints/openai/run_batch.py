@@ -10,9 +10,11 @@ import json
 import re
 import sys
 import uuid
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.openai.cli_args import add_parsing_flags, parsing_of
@@ -29,7 +31,9 @@ logger = init_logger(__name__)
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
 _CUSTOM_ID = re.compile(rb'"custom_id"\s*:\s*("[^"\\]*(?:\\.[^"\\]*)*")')
+_MAX_ID_BYTES = 64 * 1024  # in a line that is looked at piece by piece
 BUSY_SECONDS = 0.05  # between two attempts to hand a request to a full queue
+AHEAD = 16  # times --max-in-progress: answers that may wait for one before them
 
 
 def make_parser() -> FlexibleArgumentParser:
@@ -56,22 +60,37 @@ def _local_file(text: str, flag: str) -> Path:
     return Path(text)
 
 
-def read_lines(path: Path) -> list[bytes]:
-    """The non-empty lines of the input, without a byte order mark before the first.
+@dataclass(frozen=True)
+class LongLine:
+    """What is kept of a line that is longer than MAX_LINE_BYTES: the custom_ids in it, until there are two."""
 
-    Raises ValueError if there is no such file or a line is too long.
-    """
-    if not path.is_file():
-        raise ValueError(f"There is no file {path}.")
-    with path.open("rb") as file:
-        lines = [line.strip() for line in file]
-    lines[:1] = [line.removeprefix(codecs.BOM_UTF8) for line in lines[:1]]
-    if any(len(line) > MAX_LINE_BYTES for line in lines):
-        raise ValueError(f"A line of {path} is longer than {MAX_LINE_BYTES} bytes.")
-    return [line for line in lines if line]
+    ids: frozenset[bytes]
 
 
-async def answer_line(context: ServerContext, line: bytes) -> dict[str, Any]:
+def read_lines(file: BinaryIO) -> Iterator[bytes | LongLine]:
+    """The non-empty lines of the input, without a byte order mark before the first, as they are asked for."""
+    if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
+        file.seek(0)
+    limit = MAX_LINE_BYTES + 2  # the end of a line
+    while line := file.readline(limit):
+        text = line.strip()
+        if len(text) > MAX_LINE_BYTES or (len(line) == limit and not line.endswith(b"\n")):
+            yield LongLine(_ids_in_long(line, file))
+        elif text:
+            yield text
+
+
+def _ids_in_long(piece: bytes, file: BinaryIO) -> frozenset[bytes]:
+    """Read a line to its end, of which `piece` is the beginning."""
+    ids = set(_CUSTOM_ID.findall(piece))
+    while not piece.endswith(b"\n") and (further := file.readline(MAX_LINE_BYTES)):
+        piece = piece[-_MAX_ID_BYTES:] + further
+        if len(ids) < 2:
+            ids.update(_CUSTOM_ID.findall(piece))
+    return frozenset(ids)
+
+
+async def answer_line(context: ServerContext, line: bytes | LongLine) -> dict[str, Any]:
     """One line of output for one of input; whatever is wrong with a line is that line's own error."""
     from vllm.entrypoints.openai.context import as_api_error
     from vllm.entrypoints.openai.errors import APIError, bad_request
@@ -79,10 +98,13 @@ async def answer_line(context: ServerContext, line: bytes) -> dict[str, Any]:
 
     custom_id: Any = None
     try:
+        if isinstance(line, LongLine):
+            custom_id = _only_id(line.ids)
+            raise APIError(413, f"The line is longer than {MAX_LINE_BYTES} bytes.", "RequestTooLargeError")
         try:
             item = parse_object(line)
         except ValueError:
-            custom_id = _only_id(line)
+            custom_id = _only_id(frozenset(_CUSTOM_ID.findall(line)))
             raise
         custom_id = item.get("custom_id")
         if not isinstance(custom_id, str):
@@ -103,15 +125,14 @@ async def answer_line(context: ServerContext, line: bytes) -> dict[str, Any]:
     }
 
 
-def _only_id(line: bytes) -> str | None:
+def _only_id(ids: frozenset[bytes]) -> str | None:
     """The custom_id of a line that is no acceptable JSON, if there is one only."""
     from vllm.entrypoints.openai.strict_json import parse_object
 
-    found = set(_CUSTOM_ID.findall(line))
-    if len(found) != 1:
+    if len(ids) != 1:
         return None
     with contextlib.suppress(ValueError):
-        return str(parse_object(b'{"id": %s}' % found.pop())["id"])
+        return str(parse_object(b'{"id": %s}' % next(iter(ids)))["id"])
     return None
 
 
@@ -155,14 +176,14 @@ async def _ask(context: ServerContext, url: Any, body: Any) -> dict[str, Any]:
 
 async def run(
     engine: AsyncLLMEngine,
-    lines: Sequence[bytes],
+    lines: Iterable[bytes | LongLine],
     role: str,
     width: int,
     write: Callable[[dict[str, Any]], None],
     parsing: ParsingSettings | None = None,
 ) -> None:
     """Pass answers to `write` in the order of the lines, each as soon as it and those before it are there; at most
-    `width` are in progress.
+    `width` are in progress, and a line is read when its turn has come.
     """
     from vllm.entrypoints.openai.context import ServerContext
     from vllm.entrypoints.openai.message import ParsingSettings
@@ -179,14 +200,24 @@ async def run(
     )
     gate = asyncio.Semaphore(width)
 
-    async def one(line: bytes) -> dict[str, Any]:
-        async with gate:
+    async def one(line: bytes | LongLine) -> dict[str, Any]:
+        try:
             return await answer_line(context, line)
+        finally:
+            gate.release()
 
-    tasks = [asyncio.ensure_future(one(line)) for line in lines]
+    tasks: deque[asyncio.Task[dict[str, Any]]] = deque()
+    unread = iter(lines)
     try:
-        for task in tasks:
-            write(await task)
+        while True:
+            await gate.acquire()
+            while tasks and (tasks[0].done() or len(tasks) >= AHEAD * width):
+                write(await tasks.popleft())
+            if (line := next(unread, None)) is None:
+                break
+            tasks.append(asyncio.create_task(one(line)))
+        while tasks:
+            write(await tasks.popleft())
     finally:
         for task in tasks:
             task.cancel()
@@ -221,7 +252,8 @@ def execute(args: argparse.Namespace) -> int:
     target = _local_file(args.output_file, "--output-file")
     if args.max_in_progress < 1:
         raise ValueError(f"--max-in-progress must be 1 or more, got {args.max_in_progress}.")
-    lines = read_lines(source)
+    if not source.is_file():
+        raise ValueError(f"There is no file {source}.")
     if not target.parent.is_dir():
         raise ValueError(f"There is no folder {target.parent} to write {target.name} to.")
     if target.is_dir():
@@ -230,21 +262,23 @@ def execute(args: argparse.Namespace) -> int:
         raise ValueError(f"--output-file is the input file, {source}, which would be lost. Name another one.")
     parsing = parsing_of(args)
     args.disable_frontend_multiprocessing = False
-    with target.open("a"):  # what is not allowed is known before the model is loaded
+    with source.open("rb"), target.open("a"):  # what is not allowed is known before the model is loaded
         engine = make_engine(args)
     stop_metrics = serve_metrics(engine, args.url, args.port) if args.enable_metrics else None
-    failed = nameless = 0
-    with target.open("w", encoding="utf-8") as file:
+    answered = failed = nameless = 0
+    with source.open("rb") as requests, target.open("w", encoding="utf-8") as file:
 
         def write(item: dict[str, Any]) -> None:
-            nonlocal failed, nameless
+            nonlocal answered, failed, nameless
+            answered += 1
             failed += item["error"] is not None
             nameless += not isinstance(item["custom_id"], str)
             file.write(json.dumps(item) + "\n")
             file.flush()  # what was answered is kept, whatever happens to the rest
 
+        lines = read_lines(requests)
         asyncio.run(run(engine, lines, args.response_role, args.max_in_progress, write, parsing))
-    logger.info("%d requests answered, %d of them with an error; the answers are in %s", len(lines), failed, target)
+    logger.info("%d requests answered, %d of them with an error; the answers are in %s", answered, failed, target)
     if stop_metrics is not None:
         stop_metrics()
     if nameless:

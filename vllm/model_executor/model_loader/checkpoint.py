@@ -123,8 +123,9 @@ def iterate_pickle(file: Path, map_location: str | dict[str, str] = "cpu") -> It
             f"{file} holds something other than tensors, which could run code when it is loaded; it was refused. "
             "Use a safetensors version of the model, or convert the file where you trust it."
         ) from None
-    except (RuntimeError, EOFError, OSError, KeyError, ValueError) as error:
-        raise ValueError(f"{file} is not a complete PyTorch checkpoint: {error}. Download it again.") from None
+    except Exception as error:  # torch lets through whatever reading goes wrong with
+        reason = str(error) or "it ends too early"
+        raise ValueError(f"{file} is not a complete PyTorch checkpoint: {reason}. Download it again.") from None
     if not isinstance(state, dict):
         raise ValueError(f"{file} holds a {type(state).__name__}, expected a dictionary of tensors.")
     for name, tensor in state.items():

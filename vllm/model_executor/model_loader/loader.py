@@ -333,6 +333,8 @@ def fill_from_checkpoint(
     model.cache_scales = scales.layers()
     quantized_bytes, missing = (0, []) if quantized is None else quantized.finish(filler, device)
     missing += [" or ".join(family.checkpoint_names(name)) or name for name in filler.missing()]
+    if rank_state.DESCRIPTION in unexpected:
+        raise ValueError('The weights are those of LLM.save_sharded_state. Load them with load_format="sharded_state".')
     if missing or unexpected:
         problems = []
         if missing:

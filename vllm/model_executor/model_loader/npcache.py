@@ -31,7 +31,7 @@ def cached_tensors(folder: Path) -> Iterator[tuple[str, Tensor, Path]]:
         file = cache / f"{name}.npy"
         try:
             array = np.load(file, mmap_mode="c", allow_pickle=False)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, EOFError) as error:
             raise ValueError(f"{file} cannot be read: {error}. Remove {cache}, which is then written anew.") from None
         yield name, torch.from_numpy(array), file
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import count, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,7 +22,7 @@ from vllm.distributed import TensorParallel
 from vllm.model_executor.layers.quantization.method import QuantizedExpertMethod, QuantizedLinearMethod
 from vllm.model_executor.model_loader.filler import WeightFiller
 from vllm.model_executor.model_loader.quantized_weights import quantized_experts, quantized_layers
-from vllm.model_executor.model_loader.safetensors_file import iterate_tensors
+from vllm.model_executor.model_loader.safetensors_file import iterate_tensors, write_tensors
 from vllm.ops.quantized_weights import GroupedWeight, InputQuant
 
 if TYPE_CHECKING:
@@ -148,20 +149,22 @@ def _halved(weight: GroupedWeight) -> bool:
 def write_files(
     tensors: Iterable[tuple[str, Tensor]], folder: Path, rank: int, pattern: str | None, max_size: int | None
 ) -> list[Path]:
-    """Write tensors to safetensors files of about `max_size` bytes each, named by `pattern`."""
-    from safetensors.torch import save_file
-
+    """Write tensors to safetensors files of about `max_size` bytes each, named by `pattern`, in place of such files of
+    this rank.
+    """
     limit, files = MAX_SIZE if max_size is None else int(max_size), list[Path]()
     if limit < 1:
         raise ValueError(f"max_size must be at least 1 byte, got {max_size}.")
     folder.mkdir(parents=True, exist_ok=True)
+    for file in reversed(_files(folder, rank, pattern)):  # else the last of more would be read behind those written
+        file.unlink()
     part: dict[str, Tensor] = {}
     size = 0
 
     def flush() -> None:
         nonlocal size
         files.append(folder / file_name(pattern, rank, len(files)))
-        save_file(part, files[-1])
+        write_tensors(part, files[-1])
         part.clear()
         size = 0
 
@@ -176,10 +179,17 @@ def write_files(
     return files
 
 
+def _files(folder: Path, rank: int, pattern: str | None) -> list[Path]:
+    """What there is of a rank's files, in order."""
+    files = (folder / file_name(pattern, rank, part) for part in count())
+    return list(takewhile(Path.exists, files))
+
+
 def file_name(pattern: str | None, rank: int, part: int | str) -> str:
     """The name of a file. Raises ValueError for a pattern that does not tell files apart, or leaves the folder."""
     pattern = PATTERN if pattern is None else pattern
-    if sorted(_FIELD.findall(pattern)) != ["{part}", "{rank}"] or "/" in pattern or "\\" in pattern or "\0" in pattern:
+    fields = sorted(_FIELD.findall(pattern)) if isinstance(pattern, str) else []
+    if fields != ["{part}", "{rank}"] or "/" in pattern or "\\" in pattern or "\0" in pattern:
         raise ValueError(f"The pattern must be a file's name with {{rank}} and {{part}} in it, got {pattern!r}.")
     return pattern.format(rank=rank, part=part)
 
@@ -191,11 +201,8 @@ def open_files(folder: Path, rank: int, pattern: str | None) -> RankState:
     """The state of `rank` in `folder`, as `write_files` left it."""
     name = file_name(pattern, rank, "*")
     places: dict[str, Tensor] = {}
-    part = 0
-    while (file := folder / file_name(pattern, rank, part)).exists():
-        for key, tensor in iterate_tensors(file):
-            places[key] = tensor
-        part += 1
+    for file in _files(folder, rank, pattern):
+        places.update(iterate_tensors(file))
     if not places:
         raise ValueError(
             f"{folder} has no files {name!r}, which load_format='sharded_state' reads on rank {rank}. Save them with "

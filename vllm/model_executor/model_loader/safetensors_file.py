@@ -1,4 +1,4 @@
-"""Reading safetensors: a checked header, then tensors that are views of the memory-mapped file.
+"""Reading safetensors: a checked header, then tensors that are views of the memory-mapped file. Writing them.
 
 Files come from strangers: everything is checked before the first tensor is touched.
 """
@@ -46,6 +46,21 @@ class TensorEntry:
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_tensors(tensors: dict[str, Tensor], file: Path) -> None:
+    """Write `file`, or nothing. Raises OSError."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    file.touch()
+    mode = file.stat().st_mode  # as of any file; the library's are for their owner only
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+        file.chmod(mode)
+    except SafetensorError as error:
+        file.unlink()
+        raise OSError(f"{file} cannot be written: {error}.") from None
 
 
 def read_entries(file: Path, max_header: int = MAX_HEADER_BYTES, max_tensors: int | None = None) -> list[TensorEntry]:
