@@ -285,6 +285,7 @@ def test_embeddings_score_by_their_cosine(tmp_path: Path) -> None:
         ({"enable_prefix_caching": True}, "sees the whole prompt"),
         ({"override_pooler_config": {"pooling_type": "MAX"}}, "one of LAST, ALL, CLS, STEP, MEAN"),
         ({"override_pooler_config": {"pooling_type": "STEP"}}, "needs step_tag_id"),
+        ({"override_pooler_config": {"pooling_type": "STEP", "step_tag_id": 10**7}}, "of the vocabulary, below"),
         ({"override_pooler_config": {"poolng_type": "CLS"}}, "no field 'poolng_type'"),
         ({"override_pooler_config": {"normalize": 1}}, "normalize must be True, False or None"),
         ({"override_pooler_config": {"returned_token_ids": [1]}}, "task='reward'"),

@@ -336,6 +336,16 @@ def test_npcache_is_written_once_and_read_afterwards(torch_folder: Path) -> None
             load(torch_folder, load_format="npcache")
 
 
+def test_npcache_is_written_anew_for_weights_that_are_newer(torch_folder: Path) -> None:
+    load(torch_folder, load_format="npcache")
+    for file in torch_folder.glob("*.bin"):
+        torch.save({name: 2 * value for name, value in torch.load(file).items()}, file)
+    name = "model.embed_tokens.weight"
+    before = np.array(np.load(torch_folder / "np" / f"{name}.npy"))
+    load(torch_folder, load_format="npcache")
+    assert np.array_equal(np.load(torch_folder / "np" / f"{name}.npy"), 2 * before)
+
+
 @pytest.mark.parametrize(("content", "reason"), [(b"", "it ends too early"), (b"abc" * 100, ".+")])
 def test_damaged_pytorch_files_are_named(content: bytes, reason: str, torch_folder: Path) -> None:
     for file in torch_folder.glob("*.bin"):

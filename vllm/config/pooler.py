@@ -406,6 +406,11 @@ def _settings(
         raise VLLMValidationError(
             "Pooling of type STEP needs step_tag_id, the token that ends a step.", parameter="override_pooler_config"
         )
+    if step_tag is not None and step_tag >= hf.vocab_size:
+        raise VLLMValidationError(
+            f"step_tag_id must be a token of the vocabulary, below {hf.vocab_size}, got {step_tag}.",
+            parameter="override_pooler_config",
+        )
     softmax = base.softmax if override.softmax is None else override.softmax
     if softmax is None and base.task == REWARD:
         softmax = bool(hf.head_tokens)

@@ -20,12 +20,13 @@ _FOLDER, _NAMES = "np", "weight_names.json"
 
 
 def cached_tensors(folder: Path) -> Iterator[tuple[str, Tensor, Path]]:
-    """(name, tensor, file) of the PyTorch weights in `folder`, from `folder`/np, which is written first if need be.
+    """(name, tensor, file) of the PyTorch weights in `folder`, from `folder`/np, which is written first if it is not
+    there, or older than they.
 
     bfloat16, which numpy lacks, is kept as float32.   Raises ValueError for weights that are not complete.
     """
     cache = folder / _FOLDER
-    if not (cache / _NAMES).exists():
+    if not _is_current(folder, cache):
         _write(folder, cache)
     for name in _names(cache / _NAMES):
         file = cache / f"{name}.npy"
@@ -34,6 +35,15 @@ def cached_tensors(folder: Path) -> Iterator[tuple[str, Tensor, Path]]:
         except (OSError, ValueError, EOFError) as error:
             raise ValueError(f"{file} cannot be read: {error}. Remove {cache}, which is then written anew.") from None
         yield name, torch.from_numpy(array), file
+
+
+def _is_current(folder: Path, cache: Path) -> bool:
+    """Whether there is a cache, and no file of weights is newer."""
+    if not (cache / _NAMES).exists():
+        return False
+    written = (cache / _NAMES).stat().st_mtime_ns
+    files = [file for pattern in ("*.bin", "*.pt") for file in folder.glob(pattern) if file.exists()]
+    return all(file.stat().st_mtime_ns <= written for file in files)
 
 
 def _write(folder: Path, cache: Path) -> None:
@@ -49,7 +59,7 @@ def _write(folder: Path, cache: Path) -> None:
         ) from None
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if (cache / _NAMES).exists():
+        if _is_current(folder, cache):
             return  # another process has written it
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()
