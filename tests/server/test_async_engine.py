@@ -467,6 +467,17 @@ def test_shutdown_outside_of_an_event_loop_ends_the_engine(model_folder):
     asyncio.run(awaited())
 
 
+@pytest.mark.parametrize("separate", [True, False])
+def test_after_its_event_loop_an_engine_says_so(model_folder, separate):
+    engine = make(model_folder, separate=separate)
+    try:
+        asyncio.run(final(engine, PROMPTS[0], greedy(), "first"))
+        with pytest.raises(RuntimeError, match=r"The event loop .* is closed.* make another engine"):
+            asyncio.run(asyncio.wait_for(final(engine, PROMPTS[0], greedy(), "second"), 5))
+    finally:
+        engine.shutdown()
+
+
 async def test_older_keywords_of_generate_are_taken(model_folder, offline, caplog):
     logger = logging.getLogger("vllm")
     logger.addHandler(caplog.handler)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -212,6 +214,23 @@ def test_the_end_of_its_terminal_lets_streams_finish_too(model_folder):
         answer = stream.result(40).text
         assert answer.endswith("data: [DONE]\n\n") and '"error"' not in answer
         assert server.process.wait(10) == 0
+
+
+def test_ctrl_c_while_the_model_loads_ends_the_server_at_once(model_folder):
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_folder), "--port", "0"]
+    server = psutil.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
+    core = None
+    try:
+        while not (core := next(iter(server.children()), None)):
+            time.sleep(0.01)
+        core.suspend()  # loading lasts
+        time.sleep(0.5)
+        server.send_signal(signal.SIGINT)
+        assert server.wait(5) == -signal.SIGINT
+    finally:
+        for process in filter(None, (server, core)):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 @pytest.mark.parametrize(("signals", "limit"), [(1, "30"), (2, "30"), (1, "1")])

@@ -182,6 +182,11 @@ class AsyncLLMEngine:
         if self._stopped:
             raise AsyncEngineDeadError("The engine was shut down.")
         if self._attached:
+            if self._loop.is_closed():
+                raise RuntimeError(
+                    "The event loop that this engine was first used in is closed, as at the end of asyncio.run(). Send "
+                    "all requests from one loop, or make another engine."
+                )
             return
         if not self._loop_started:
             if not self._start_automatically:
@@ -196,6 +201,7 @@ class AsyncLLMEngine:
 
     async def _attach(self) -> None:
         await self._core.attach(self._on_outputs, self._on_death)
+        self._loop = asyncio.get_running_loop()
         self._attached = True
         self._ticked = time.monotonic()
         self._ticker = asyncio.create_task(self._tick(), name="engine-watch")

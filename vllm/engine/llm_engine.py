@@ -541,6 +541,10 @@ class LLMEngine:
             self._finalizer()
             gc.collect()  # modules and hooks refer to each other
 
+    def __del__(self) -> None:
+        if hasattr(self, "_finalizer"):
+            self.shutdown()
+
 
 def _whole_config(config: VllmConfig | None, parts: dict[str, Any]) -> VllmConfig:
     """The configuration of `LLMEngine(config)` or of `LLMEngine(model_config=..., ...)`. Raises TypeError."""

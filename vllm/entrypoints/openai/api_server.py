@@ -767,7 +767,11 @@ def serve(args: argparse.Namespace, build: AppBuilder = build_app) -> int:
             check_copies(config, not args.disable_frontend_multiprocessing)
             print(config.explain())
             return 0
-        return run_event_loop(run_server(args, build))
+        before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # while it starts, Ctrl-C ends it as SIGTERM does: now
+        try:
+            return run_event_loop(run_server(args, build))
+        finally:
+            signal.signal(signal.SIGINT, before)
     except (VLLMError, ValueError, TypeError, RuntimeError, OSError) as error:
         logger.error("%s", error)
         return 1
