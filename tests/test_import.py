@@ -7,10 +7,11 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import AsyncIterator
 
 import pytest
 
-from vllm.utils import Counter, get_open_port, is_list_of, make_async, random_uuid
+from vllm.utils import Counter, cdiv, get_open_port, is_list_of, make_async, merge_async_iterators, random_uuid
 
 HEAVY = ("torch", "transformers", "tokenizers", "safetensors", "zmq", "fastapi", "ray", "triton")
 
@@ -111,3 +112,42 @@ def test_blocking_function_runs_in_a_thread() -> None:
 
     total, thread = asyncio.run(main())
     assert total == 3 and thread != threading.main_thread().name
+
+
+def test_divisions_are_rounded_up() -> None:
+    assert [cdiv(a, 4) for a in (0, 1, 4, 5)] == [0, 1, 1, 2]
+
+
+def test_merged_iterators_come_as_they_are_ready_and_end_together() -> None:
+    ended: list[str] = []
+
+    async def numbers(name: str, count: int, gate: asyncio.Event, opened: asyncio.Event) -> AsyncIterator[str]:
+        try:
+            for i in range(count):
+                await gate.wait()
+                yield f"{name}{i}"
+            opened.set()
+            await asyncio.Event().wait()
+        finally:
+            ended.append(name)
+
+    async def main() -> list[tuple[int, str]]:
+        first, second, third = (asyncio.Event() for _ in range(3))
+        second.set()
+        merged = merge_async_iterators(numbers("a", 1, first, third), numbers("b", 2, second, first))
+        found = [await anext(merged) for _ in range(3)]
+        await merged.aclose()
+        return found
+
+    assert asyncio.run(main()) == [(1, "b0"), (1, "b1"), (0, "a0")]
+    assert sorted(ended) == ["a", "b"]
+
+    async def failing() -> AsyncIterator[int]:
+        yield 1
+        raise KeyError("broken")
+
+    async def all_of() -> list[tuple[int, int]]:
+        return [pair async for pair in merge_async_iterators(failing())]
+
+    with pytest.raises(KeyError, match="broken"):
+        asyncio.run(all_of())

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import socket
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from concurrent.futures import Executor
 from contextlib import closing, suppress
 from importlib import import_module
@@ -23,11 +23,13 @@ P = ParamSpec("P")
 __all__ = [
     "Counter",
     "FlexibleArgumentParser",
+    "cdiv",
     "get_ip",
     "get_open_port",
     "is_list_of",
     "is_pin_memory_available",
     "make_async",
+    "merge_async_iterators",
     "random_uuid",
 ]
 
@@ -63,6 +65,11 @@ class Counter:
 def random_uuid() -> str:
     """32 random hexadecimal digits."""
     return uuid.uuid4().hex
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(a // -b)
 
 
 def is_list_of(value: object, typ: type[T], *, check: Literal["first", "all"] = "first") -> TypeGuard[list[T]]:
@@ -122,3 +129,25 @@ def make_async(func: Callable[P, T], executor: Executor | None = None) -> Callab
         return asyncio.get_running_loop().run_in_executor(executor, functools.partial(func, *args, **kwargs))
 
     return run
+
+
+async def merge_async_iterators(*iterators: AsyncIterator[T]) -> AsyncGenerator[tuple[int, T], None]:
+    """(which iterator, item) of all of them, each as soon as it is there. If one raises, or nobody wants more, what the
+    others are waiting for is cancelled.
+    """
+    waiting = {asyncio.ensure_future(anext(iterator)): i for i, iterator in enumerate(iterators)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                i = waiting.pop(task)
+                try:
+                    item = task.result()
+                except StopAsyncIteration:
+                    continue
+                waiting[asyncio.ensure_future(anext(iterators[i]))] = i
+                yield i, item
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
