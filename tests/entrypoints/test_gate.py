@@ -38,6 +38,22 @@ def turns_of(begin: Any) -> Counter[int]:
     return found
 
 
+def request_with(body: bytes, app: Any, leaves: asyncio.Event) -> Request:
+    """A request whose client has sent its body, and is gone when `leaves` is set."""
+    sent = False
+
+    async def receive() -> Any:
+        nonlocal sent
+        if not sent:
+            sent = True
+            return {"type": "http.request", "body": body}
+        await leaves.wait()
+        return {"type": "http.disconnect"}
+
+    scope = {"type": "http", "method": "POST", "headers": [(b"content-type", b"application/json")], "app": app}
+    return Request(scope, receive)
+
+
 def test_few_pass_per_turn_in_order_and_who_has_left_takes_no_place():
     order: list[int] = []
 
@@ -75,13 +91,34 @@ def test_few_bodies_are_read_per_turn(monkeypatch: pytest.MonkeyPatch):
         body = str(number).encode()
         notes[body] = note
 
-        async def receive() -> Any:
-            return {"type": "http.request", "body": body}
-
-        scope = {"type": "http", "method": "POST", "headers": [(b"content-type", b"application/json")], "app": app}
-        await routes.read(Request(scope, receive), TokenizeRequest)
+        await routes.read(request_with(body, app, asyncio.Event()), TokenizeRequest)
 
     assert max(turns_of(begin).values()) <= 2 * PER_TURN
+
+
+def test_nobody_waits_for_the_bodies_of_those_who_have_left(monkeypatch: pytest.MonkeyPatch):
+    read: list[bytes] = []
+
+    def parse(model: Any, body: bytes) -> Any:
+        read.append(body)
+        return SimpleNamespace(model_extra=None)
+
+    monkeypatch.setattr(routes, "_parse", parse)
+    app = SimpleNamespace(state=SimpleNamespace(context=SimpleNamespace(gate=Gate())))
+
+    async def main() -> list[Any]:
+        leaves = asyncio.Event()
+        requests = [request_with(b"%d" % i, app, leaves) for i in range(COUNT)]
+        requests.append(request_with(b"last", app, asyncio.Event()))
+        tasks = [asyncio.ensure_future(routes.read(request, TokenizeRequest)) for request in requests]
+        while not read:
+            await asyncio.sleep(0)
+        leaves.set()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    found = asyncio.run(main())
+    assert len(read) <= 5 * PER_TURN and read[-1] == b"last"
+    assert Counter(getattr(one, "status", 200) for one in found) == {200: len(read), 499: COUNT + 1 - len(read)}
 
 
 @pytest.mark.parametrize(("path", "waits"), [("/v1/models", True), ("/health", False)])

@@ -131,6 +131,18 @@ def test_endless_heads_are_cut(strict: Server, head: bytes) -> None:
     assert memory(strict) - before < 20 << 20
 
 
+def test_heads_of_very_many_fields_take_little_memory(strict: Server) -> None:
+    for fields, status in ((250, 405), (260, 431)):
+        assert status_of(strict.raw(post_head(0, "/v1/models", "a:\r\n" * fields), timeout=10)) == status
+    before = memory(strict)
+    with contextlib.ExitStack() as stack:
+        for _ in range(100):
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", strict.port), timeout=10))
+            connection.sendall(b"GET / HTTP/1.1\r\n" + b"a:\r\n" * 15_000)  # and no end
+        time.sleep(1.0)
+        assert memory(strict) - before < 40 << 20
+
+
 def test_an_endless_head_behind_a_request_is_cut(strict: Server) -> None:
     body = json.dumps({**LONG, "prompt": ["Hi"] * 16, "stream": False}).encode()
     before = memory(strict)
@@ -206,11 +218,12 @@ def test_slow_heads_and_bodies_are_cut(strict: Server) -> None:
     [
         (post_head(BODY_LIMIT + 1), 413),
         (post_head(1000, extra="x: " + "y" * 40_000 + "\r\n"), 431),
+        (post_head(1000, extra="x: y\r\n" * 300), 431),
         (post_head(1000, "/nowhere"), 404),
         (post_head(1000, "/v1/models"), 405),
         (post_head(1000).replace(b"application/json", b"text/plain"), 415),
     ],
-    ids=["413", "431", "404", "405", "415"],
+    ids=["413", "431", "fields", "404", "405", "415"],
 )
 def test_a_refused_request_whose_body_never_comes_holds_no_connection(strict: Server, head: bytes, status: int) -> None:
     assert status_of(closed(strict, head)) == status  # it was held for 75 seconds

@@ -20,6 +20,8 @@ logger = init_logger(__name__)
 
 # Bytes that bring a request no further: an unfinished head, chunk extensions, trailers.
 MAX_IDLE_BYTES = 64 * 1024
+# Fields of a head. A field of four bytes takes thirty times as much memory.
+MAX_HEADER_FIELDS = 256
 # Of a body whose request was answered already, so that a client which sends first and reads later sees the answer.
 MAX_IGNORED_BYTES = 2 * 1024 * 1024
 # Of what a client has sent, looked at per turn of the event loop: hundreds of requests, thousands of chunks.
@@ -290,6 +292,10 @@ class BoundedConnection(NoUpgrades):
         if cycle is None:
             return None, 0, True, True
         return cycle, len(cycle.body), cycle.response_complete, cycle.more_body
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if len(self.headers) <= MAX_HEADER_FIELDS:  # one more than may be there is enough to refuse the request
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         before = self.cycle

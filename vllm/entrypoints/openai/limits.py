@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.entrypoints.openai.connection import LINGER_SECONDS
+from vllm.entrypoints.openai.connection import LINGER_SECONDS, MAX_HEADER_FIELDS
 from vllm.entrypoints.openai.context import echoed_id
 from vllm.entrypoints.openai.errors import APIError, error_body
 from vllm.entrypoints.openai.gate import Gate
@@ -89,7 +89,8 @@ class LimitsMiddleware:
         if scope["method"] == "HEAD":  # GET, without the body: that part is the connection's
             scope = {**scope, "method": "GET"}
         headers: list[tuple[bytes, bytes]] = scope["headers"]
-        if sum(len(name) + len(value) + 4 for name, value in headers) > self._limits.max_header_bytes:
+        size = sum(len(name) + len(value) + 4 for name, value in headers)
+        if size > self._limits.max_header_bytes or len(headers) > MAX_HEADER_FIELDS:
             text = "The request headers are too large."
             await _refuse(scope, receive, send, 431, text, "RequestHeaderFieldsTooLarge")
             return

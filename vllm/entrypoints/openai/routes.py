@@ -143,11 +143,12 @@ async def read(request: Request, model: type[_Model]) -> _Model:
         raise APIError(415, _WRONG_TYPE, "UnsupportedMediaTypeError")
     try:
         body = await request.body()
-        if len(body) > INLINE_BYTES:
-            parsed = await context_of(request).in_reader(len(body), _parse, model, body)
-        else:
-            await context_of(request).gate.enter()
-            parsed = _parse(model, body)
+        async with while_there(request.scope, request.receive):
+            if len(body) > INLINE_BYTES:
+                parsed = await context_of(request).in_reader(len(body), _parse, model, body)
+            else:
+                await context_of(request).gate.enter()
+                parsed = _parse(model, body)
     except ClientDisconnect:
         raise APIError(400, "The client left before the body was complete.") from None
     except APIError as error:
