@@ -78,6 +78,7 @@ def test_a_model_that_asks_the_device_is_told_so(llama, monkeypatch):
     (folder / "config.json").write_text(json.dumps({**config, "architectures": ["OwnForCausalLM"]}))
     with pytest.raises(RuntimeError, match="asks the device for a number.*enforce_eager=True"):
         run(core(folder), [greedy("0", [5] * 9, COUNT)])
+    assert torch.randn(3, device="cuda").isfinite().all()  # which the capture has not taken with it
     engine = core(folder, enforce_eager=True)
     assert len(run(engine, [greedy("0", [5] * 9, COUNT)]).tokens["0"]) == COUNT
     end(engine)

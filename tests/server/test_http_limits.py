@@ -266,7 +266,7 @@ def test_http_of_before_there_were_versions_is_refused(strict: Server) -> None:
 
 
 def test_http_1_0_gets_its_events_without_chunks(strict: Server) -> None:
-    body = json.dumps({"prompt": "Hi", "ignore_eos": True, "stream": True}).encode()
+    body = json.dumps({"prompt": "Hi", "ignore_eos": True, "stream": True, "stream_interval": 1}).encode()
     request = post_head(len(body)) + body
     chunked = strict.raw(request.replace(b"content-type", b"connection: close\r\ncontent-type", 1))
     head, _, events = strict.raw(request.replace(b"HTTP/1.1", b"HTTP/1.0")).partition(b"\r\n\r\n")

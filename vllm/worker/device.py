@@ -274,6 +274,8 @@ class CudaContext:
         except torch.cuda.OutOfMemoryError:
             raise
         except RuntimeError as error:
+            generator = torch.cuda.default_generators[torch.cuda.current_device()]
+            generator.graphsafe_set_state(generator.clone_state())  # else it stays in the capture, and draws nothing
             raise RuntimeError(
                 "A step of this model cannot be captured as a CUDA graph, probably because a layer asks the device for "
                 f"a number ({_first_line(error)}). Keep such numbers on the device, or set enforce_eager=True."
