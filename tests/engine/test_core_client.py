@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from vllm.engine import wire
-from vllm.engine.core_client import CorePeer
+from vllm.engine.core_client import CorePeer, Leaving
 from vllm.step.messages import CoreOutput, CoreStats
 
 
@@ -34,3 +34,21 @@ def test_what_a_step_ends_is_told_after_everything_else_and_in_parts() -> None:
             assert names[:others] == [f"other {i}" for i in range(others)] or len(parts) == 1
             assert sum(stats.generation_tokens for _, stats in mine) == ends + others
             assert sum(stats.prompt_tokens for _, stats in mine) == 7
+
+
+def test_what_is_said_before_the_core_has_heard_of_an_end_is_of_those_that_ended() -> None:
+    leaving = Leaving()
+
+    def heard(*names: str) -> list[str]:
+        return [output.request_id for output in leaving.without([CoreOutput(name, [1]) for name in names])]
+
+    assert heard("a", "b") == ["a", "b"]
+    first = leaving.begin(["a", "b"])
+    assert heard("a", "b", "c") == ["c"]
+    second = leaving.begin(["a", "c"])  # the name was used again, and ended again
+    leaving.end(0)  # what is no answer to an end
+    assert heard("a", "b", "c", "d") == ["d"]
+    leaving.end(first)
+    assert heard("a", "b", "c") == ["b"]
+    leaving.end(second)
+    assert heard("a", "b", "c") == ["a", "b", "c"]

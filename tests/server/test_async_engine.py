@@ -83,6 +83,23 @@ async def test_32_at_once_give_the_offline_text(model_folder, offline, separate)
 
 
 @pytest.mark.parametrize("separate", [True, False])
+@pytest.mark.parametrize("how", ["abort", "leave"])
+async def test_a_name_that_is_used_again_at_once_has_the_new_answer(model_folder, offline, separate, how):
+    async with running(model_folder, separate=separate) as engine:
+        for turn in range(40):
+            old = engine.generate("Hello" * (1 + turn % 3), greedy(LONG), "again")
+            for _ in range(1 + turn % 4):
+                await anext(old)
+            if how == "abort":
+                await engine.abort("again")
+            else:
+                await old.aclose()
+            assert await stream_text(engine, PROMPTS[0], greedy(), "again") == offline[PROMPTS[0]]
+            await old.aclose()
+        await assert_idle(engine)
+
+
+@pytest.mark.parametrize("separate", [True, False])
 async def test_long_prompts_logprobs_come_whole_and_beside_others(model_folder, offline, separate):
     """They travel in pieces (7,600 here, of which a message takes 4,096)."""
     options = {**OPTIONS, "max_num_batched_tokens": 512}

@@ -363,8 +363,11 @@ def test_frames_survive_any_cutting():
 
 def test_outputs_survive_the_wire():
     outputs = [CoreOutput("a", [1, 2]), CoreOutput("b", [], finish_reason="error", error="no \u4e16 \x00")]
-    sent = wire.StepOutputs(outputs, CoreStats(1, 2, 3, prompt_tokens=5))
-    assert wire.decode_from_core(wire.frame(sent)[4:]) == sent
+    for sent in (
+        wire.StepOutputs(outputs, CoreStats(1, 2, 3, prompt_tokens=5)),
+        wire.StepOutputs([], CoreStats(), aborted=7),
+    ):
+        assert wire.decode_from_core(wire.frame(sent)[4:]) == sent
 
 
 def test_tokens_travel_together_while_the_front_end_is_behind():
@@ -412,6 +415,11 @@ def test_tokens_travel_together_while_the_front_end_is_behind():
         server._report([])
         server._send_held()
         assert received() == []
+        server._report([CoreOutput("c", [1])])
+        server._report([CoreOutput("c", [2])])  # held, when the request is ended
+        server._handle(server._first, wire.Abort(["c"], 3))
+        server._report([CoreOutput("c", [8], num_cached_tokens=0)])  # another one of that name
+        assert received() == [[CoreOutput("c", [1])], [], [CoreOutput("c", [8], num_cached_tokens=0)]]
 
 
 @pytest.mark.parametrize("further", [{}, {"stop": ["x"]}, {"logprobs": 1}, {"output_kind": RequestOutputKind.DELTA}])

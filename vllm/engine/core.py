@@ -146,8 +146,11 @@ class EngineCore:
             raise VLLMValidationError(refusal(error), parameter="guided_decoding") from error
 
     def abort(self, request_ids: Iterable[str]) -> list[CoreOutput]:
-        """End requests now and free what they hold; unknown ids are ignored."""
+        """End requests now and free what they hold; unknown ids are ignored. Nothing more is said of any of them."""
         request_ids = list(request_ids)
+        if self._left_over:
+            ended = set(request_ids)
+            self._left_over = deque(output for output in self._left_over if output.request_id not in ended)
         if self._grammars:
             self._grammars.forget(request_ids)
         return self.scheduler.abort(request_ids)

@@ -12,8 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -45,6 +45,35 @@ DeathHandler = Callable[[str], None]
 
 class EngineSilentError(EngineDeadError):
     """The core gives no sign of life. It may be stopped, and wake up."""
+
+
+class Leaving:
+    """Names of requests that the core was told to end and may not have heard of: what it says of them is of those, also
+    where a name is used again meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: OrderedDict[str, int] = OrderedDict()  # by name; the newest last
+        self._newest = 0
+
+    def begin(self, request_ids: Iterable[str]) -> int:
+        """They are told to end. Returns the number of this call, which the core is to answer with."""
+        self._newest += 1
+        for request_id in request_ids:
+            self._numbers[request_id] = self._newest
+            self._numbers.move_to_end(request_id)
+        return self._newest
+
+    def end(self, number: int) -> None:
+        """The core has heard of this call, and so of those before it."""
+        while self._numbers and next(iter(self._numbers.values())) <= number:
+            self._numbers.popitem(last=False)
+
+    def without(self, outputs: list[CoreOutput]) -> list[CoreOutput]:
+        """The outputs of others."""
+        if not self._numbers:
+            return outputs
+        return [output for output in outputs if output.request_id not in self._numbers]
 
 
 class AsyncCoreClient(Protocol):
@@ -91,6 +120,7 @@ class CorePeer:
         self._health_seconds = stall_seconds if health_seconds is None else min(health_seconds, stall_seconds)
         self._frames = FrameReader()
         self._sharing = wire.Sharing()
+        self._leaving = Leaving()
         self._waiting: deque[bytes | wire.StepOutputs] = deque()
         self._catching_up = False
         self._transport: asyncio.Transport | None = None
@@ -139,7 +169,7 @@ class CorePeer:
 
     def abort(self, request_ids: list[str]) -> None:
         if self._death is None:
-            self._send(wire.Abort(request_ids))
+            self._send(wire.Abort(request_ids, self._leaving.begin(request_ids)))
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Run a utility method of the core. Raises RuntimeError with its error text if it fails."""
@@ -255,7 +285,8 @@ class CorePeer:
         if isinstance(message, wire.StepOutputs):
             self._busy_seconds = 0.0
             assert self._on_outputs is not None
-            self._on_outputs(message.outputs, message.stats)
+            self._leaving.end(message.aborted)
+            self._on_outputs(self._leaving.without(message.outputs), message.stats)
         elif isinstance(message, wire.Pulse):
             self._busy_seconds = message.busy_seconds
         elif isinstance(message, wire.CallResult):
@@ -420,6 +451,7 @@ class CoreThread:
         self._thread: threading.Thread | None = None
         self._ready = threading.Event()
         self._failure: BaseException | None = None
+        self._leaving = Leaving()
         self.info: dict[str, Any] = {}
 
     def launch(self) -> None:
@@ -439,16 +471,23 @@ class CoreThread:
         def work(core: EngineCore) -> None:
             rejected = core.add_requests(requests)
             if rejected:
-                self._post(self._on_outputs, rejected, core.stats())
+                self._post(self._take, rejected, core.stats())
 
         self._submit(work)
 
     def abort(self, request_ids: list[str]) -> None:
+        number = self._leaving.begin(request_ids)
+
         def work(core: EngineCore) -> None:
             core.abort(request_ids)
-            self._post(self._on_outputs, [], core.stats())
+            self._post(self._take, [], core.stats(), number)
 
         self._submit(work)
+
+    def _take(self, outputs: list[CoreOutput], stats: CoreStats, aborted: int = 0) -> None:
+        """Hand on what the core has said, on the event loop."""
+        self._leaving.end(aborted)
+        self._on_outputs(self._leaving.without(outputs), stats)
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Run a method of the core between two steps."""
@@ -552,7 +591,7 @@ class CoreThread:
                 outputs, stats = core.step(), core.stats()
                 core.check_alive()
                 if outputs or stats.prompt_tokens:
-                    self._post(self._on_outputs, outputs, stats)
+                    self._post(self._take, outputs, stats)
                 core.check_idle()
 
 

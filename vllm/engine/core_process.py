@@ -440,9 +440,11 @@ class CoreServer:
     def _handle(self, peer: Peer, message: wire.Abort | wire.Call | wire.Stop) -> None:
         if isinstance(message, wire.Abort):
             peer.forget(message.request_ids)
+            for request_id in message.request_ids:
+                peer.held.pop(request_id, None)
             self._unread.discard(peer.prefix, message.request_ids)
             self._core.abort([peer.prefix + request_id for request_id in message.request_ids])
-            peer.send(wire.StepOutputs([], self._stats(peer)))
+            peer.send(wire.StepOutputs([], self._stats(peer), message.number))
         elif isinstance(message, wire.Call):
             peer.send(self._call(message))
         elif peer is self._first:

@@ -57,9 +57,10 @@ class _CheckedPooling(PoolingParams, tag="pooling", omit_defaults=True):
 
 
 class Abort(msgspec.Struct, tag="abort", gc=False):
-    """End these requests; unknown ids are ignored."""
+    """End these requests; unknown ids are ignored. The answer is `StepOutputs` with this number."""
 
     request_ids: list[str]
+    number: int = 0
 
 
 class Call(msgspec.Struct, tag="call", gc=False):
@@ -84,11 +85,12 @@ class Ready(msgspec.Struct, tag="ready", gc=False):
     info: dict[str, Any]
 
 
-class StepOutputs(msgspec.Struct, tag="step", gc=False):
-    """Everything one step brought, or a few short ones."""
+class StepOutputs(msgspec.Struct, tag="step", omit_defaults=True, gc=False):
+    """Everything one step brought, or a few short ones. aborted: the number of the `Abort` that this answers."""
 
     outputs: list[CoreOutput]
     stats: CoreStats
+    aborted: int = 0
 
 
 class CallResult(msgspec.Struct, tag="result", gc=False):
