@@ -6,7 +6,7 @@ import functools
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import numpy as np
@@ -274,8 +274,9 @@ class CudaContext:
         except torch.cuda.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            generator = torch.cuda.default_generators[torch.cuda.current_device()]
-            generator.graphsafe_set_state(generator.clone_state())  # else it stays in the capture, and draws nothing
+            with suppress(RuntimeError):  # what has gone wrong is told, whatever becomes of this
+                generator = torch.cuda.default_generators[torch.cuda.current_device()]
+                generator.graphsafe_set_state(generator.clone_state())  # else it stays in the capture and draws nothing
             raise RuntimeError(
                 "A step of this model cannot be captured as a CUDA graph, probably because a layer asks the device for "
                 f"a number ({_first_line(error)}). Keep such numbers on the device, or set enforce_eager=True."
