@@ -31,6 +31,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from vllm.ops.bitmask import apply_bitmask
 from vllm.ops.quantized_weights import InputQuant, round_to_fp8, round_to_groups
 from vllm.ops.triton import decode_latent, decode_linear
+from vllm.ops.triton.decode_linear import GATED, STORE, Product
+from vllm.ops.triton.decode_parts import Tiling
 from vllm.ops.triton.decode_step import IMPOSSIBLE, Drawing
 from vllm.ops.triton.float8 import Rounded, float8_weight
 from vllm.ops.triton.packed_experts import PackedStack, pack_experts
@@ -38,7 +40,7 @@ from vllm.ops.triton.packed_linear import PackedWords
 from vllm.step.rng import stream_start
 from vllm.worker import decode_program, decode_weights
 from vllm.worker.cuda_precompile import stages_of
-from vllm.worker.decode_program import DecodeProgram, choose_step_tiling, read_weights
+from vllm.worker.decode_program import DecodeProgram, _first_reads, choose_step_tiling, read_weights
 from vllm.worker.decode_weights import Linear
 
 BLOCK = 16
@@ -476,3 +478,28 @@ def test_what_is_not_fused_is_said_by_name(field, value):
     blocks = [replace(block, attn=replace(block.attn, **{field: value})) for block in PHI.blocks]
     assert decode_weights.unknown(replace(PHI, blocks=tuple(blocks))) == f"it does not compute layer.attn.{field}"
     assert "unlike or odd sizes" in decode_weights.unknown(replace(PHI, logit_scale=-1.0))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "int4", "fp8"])
+def test_what_is_brought_nearer_are_the_rows_that_programs_read_first(kind, gated):
+    outputs, inputs = 64, 512
+    dense = torch.randn(outputs * (2 if gated else 1), inputs)
+    tiling = Tiling(True, 8, 64, 4)
+    weight: Any = dense
+    if kind != "plain":
+        rounded = round_to_fp8(dense, "channel") if kind == "fp8" else round_to_groups(dense, 4, 128, symmetric=True)
+        weight = float8_weight(rounded) if kind == "fp8" else PackedWords(rounded)
+    product = Product(weight, None, GATED if gated else STORE, tiling)
+    stored = dense if kind == "plain" else weight.codes if kind == "fp8" else weight.words
+    found = _first_reads(product, 24 << 10)
+    assert found.weight is stored
+    assert 0 < found.size * found.chunks <= 24 << 10
+    at = torch.cat([torch.arange(found.size) + i * found.stride for i in range(found.chunks)])
+    read = torch.zeros(stored.numel() * stored.element_size(), dtype=torch.bool)
+    read[at] = True  # nothing beyond the end
+    rows = read.view(-1, 2 if gated else 1, outputs, stored.shape[-1] * stored.element_size())  # of each block
+    first = outputs * found.size // found.stride
+    assert rows[:, :, :first].all()
+    assert not rows[:, :, first + 1 :].any()
+    assert _first_reads(product, 100) is None

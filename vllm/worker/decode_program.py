@@ -25,7 +25,7 @@ from vllm.ops.linear import linear
 from vllm.ops.lora import LowRank, add_lora
 from vllm.ops.shared_prefix import SharedPlan
 from vllm.ops.triton.attention import choose_splits
-from vllm.ops.triton.decode_attention import DecodeRows, decode_attention
+from vllm.ops.triton.decode_attention import PIECE, Behind, DecodeRows, decode_attention
 from vllm.ops.triton.decode_experts import (
     MOST_EXPERTS,
     ChosenExperts,
@@ -89,8 +89,8 @@ class StepTiling:
 
     up: of gate and up, or of up alone.   up, down: not used if all layers have experts.   router: of experts.
     splits, tile, warps, stages: of latent attention only the splits count.
-    early, ahead, least, late: as in `DecodeRows`.   wide_gate, wide_head: for many rows; None leaves these products to
-    cuBLAS.
+    early, ahead, least, late: as in `DecodeRows`.   behind: bytes of gate and up that attention's programs without keys
+    bring nearer.   wide_gate, wide_head: for many rows; None leaves these products to cuBLAS.
     """
 
     qkv: Tiling
@@ -106,6 +106,7 @@ class StepTiling:
     ahead: int = 0
     least: int = 0
     late: int = 0
+    behind: int = 0
     wide_gate: WideTiling | None = None
     wide_head: WideTiling | None = None
     router: Tiling | None = None
@@ -159,6 +160,11 @@ def choose_step_tiling(w: ProgramWeights, rows: int, width: int, adapted: bool =
     narrow = not (few or eight or large) and rows <= MAX_ROWS and head_dim != triton.next_power_of_2(head_dim)
     if isinstance(attn, LatentDecode):
         splits = choose_latent_splits(rows, attn.heads)
+    behind = 0  # memory rests while one row's attention computes; of wide plain weights there is too much to read
+    if one and mlp is not None:
+        behind = 6 << 20 if isinstance(mlp.up.weight, PackedWords) else 4 << 20
+        if isinstance(mlp.up.weight, Tensor):
+            behind = 2 << 20 if light else 0
     up = down = o = product(layer.o, RESIDUAL)
     wide_gate = None
     if mlp is not None:
@@ -187,6 +193,7 @@ def choose_step_tiling(w: ProgramWeights, rows: int, width: int, adapted: bool =
         early=one or (few and light and not large),
         ahead=ahead,
         least=least,
+        behind=behind,
         wide_gate=wide_gate,
         wide_head=choose_wide_head(rows) if plain_head and not adapted else None,
         router=None if experts is None else product(experts.router, STORE),
@@ -399,7 +406,8 @@ class DecodeProgram:
                 raise RuntimeError("All layers have latent attention, or none.")
             decode_latent(qkv, self._context, layer.attention, rows, pdl=self._pdl)
         elif isinstance(rows, DecodeRows):
-            decode_attention(qkv, self._context, layer.attention, rows, pdl=self._pdl)
+            behind = None if p.up is None else _first_reads(p.up, self._tiling.behind)
+            decode_attention(qkv, self._context, layer.attention, rows, pdl=self._pdl, behind=behind)
         match layer.layout:
             case Layout.PRE:
                 x = self._add(p.o, self._context, None, norms[1], inner)
@@ -693,6 +701,19 @@ class _AdapterRows:
 def _add_change(change: Change, y: Tensor, x: Tensor) -> None:
     """What adapters add to a product that knows nothing of them, in place."""
     add_lora(y, x, change.weights, RowView(change.rows, ()))
+
+
+def _first_reads(p: Product, size: int) -> Behind | None:
+    """The first rows of a product's weight, of a gated one of both halves, together no more than `size` bytes."""
+    weight, blocks = p.weight, 1
+    if isinstance(weight, PackedWords):
+        weight, blocks = weight.words, weight.words.shape[0]
+    elif isinstance(weight, Float8Weight):
+        weight = weight.codes
+    stride = p.outputs * weight.stride(-2) * weight.element_size()
+    chunks = p.weight.shape[0] // p.outputs * blocks
+    each = min(size // chunks, stride) // PIECE * PIECE
+    return Behind(weight, each, stride, chunks) if each and stride % 16 == 0 else None
 
 
 def _takes_rounded(p: Product) -> bool:

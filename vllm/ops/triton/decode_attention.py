@@ -19,6 +19,7 @@ from vllm.ops.triton.attention import apart, fp8_limit, half_rows, merge_parts, 
 
 # of the kernel for shared keys: keys at a time, tiles of them under way, and warps by rows
 SHARED_TILE, SHARED_STAGES, SHARED_WARPS = 64, 3, {64: 4, 128: 8}
+PIECE = 1024  # bytes that a thread brings into the L2
 
 
 @triton.jit
@@ -79,6 +80,24 @@ def _prefetch_keys(heads_at, v_offset, table, lo, hi, stride_block, BS: tl.const
         "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
         "=r,l,r",
         [at, tl.full([2 * PIECES], KEYS * D * BYTES, tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _prefetch_behind(weight, size, stride, program, CHUNKS: tl.constexpr, PIECE: tl.constexpr):
+    """Bring a program's pieces of `Behind` into the L2, each asked for by one thread."""
+    THREADS: tl.constexpr = num_threads()
+    piece = program * THREADS + tl.arange(0, THREADS)
+    each = size // PIECE
+    chunk = piece // each
+    at = weight.to(tl.pointer_type(tl.int8)) + chunk.to(tl.int64) * stride + (piece % each) * PIECE
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [at, tl.where(chunk < CHUNKS, PIECE, 0)],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -291,20 +310,20 @@ def _load_parts(
 
 
 @triton.jit(
-    do_not_specialize=["stride_table", "splits", "least", "tile_rows"],
+    do_not_specialize=["stride_table", "splits", "least", "tile_rows", "behind_size", "behind_stride"],
     do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"],
 )
 def _decode_kernel(
     qkv, cache, table_ptr, slots_ptr, positions_ptr, cos_sin, q_weight, k_weight, out, part, lse, arrived,
     eps, offset, scale, cap, k_scale, v_scale, v_offset, stride_block, stride_table, splits, least,
-    shared_rows, shared_part, shared_lse, tile_rows,
+    shared_rows, shared_part, shared_lse, tile_rows, behind, behind_size, behind_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROT: tl.constexpr,
     INTERLEAVED: tl.constexpr, BS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, GP: tl.constexpr,
     TILE: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, SPLITS: tl.constexpr, HEADS_HERE: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
     NORM: tl.constexpr, PDL: tl.constexpr,
     LIMIT: tl.constexpr, PAIRS: tl.constexpr, ASM: tl.constexpr, SHARED: tl.constexpr, EARLY: tl.constexpr,
-    AHEAD: tl.constexpr, RESERVE: tl.constexpr, LATE: tl.constexpr,
+    AHEAD: tl.constexpr, RESERVE: tl.constexpr, LATE: tl.constexpr, CHUNKS: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """Grid (KV_HEADS, rows, splits). A slot below 0 is padding. DP, GP: head size and query heads a KV head, padded.
     A, B: columns of a head in two tiles; A + B are fewer than DP where that spares work.
@@ -318,6 +337,7 @@ def _decode_kernel(
     WINDOW > 0: keys that each query sees, the new one included.
     EARLY: the first tile is loaded before the kernel that computes the queries is waited for.   AHEAD: so many keys are
     brought nearer before that, where a program has no more.   least, LATE: as in `DecodeRows`; RESERVE: least > 0.
+    behind, CHUNKS: as in `Behind`; programs without keys ask for PIECE bytes each thread.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TWO: tl.constexpr = A + B < DP
@@ -378,6 +398,10 @@ def _decode_kernel(
         if LATE == 1:
             gdc_launch_dependents()
     if (slot < 0) | (split >= active):
+        if PDL and CHUNKS > 0:  # noqa: SIM102 (a condition for the compiler)
+            if split >= active:
+                program = (split - active) * KV_HEADS + kv_head
+                _prefetch_behind(behind, behind_size, behind_stride, program, CHUNKS, PIECE)
         return
 
     fused = qkv + row.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * D)
@@ -627,6 +651,18 @@ class DecodeAttention:
 
 
 @dataclass(frozen=True, slots=True)
+class Behind:
+    """What a product behind attention reads first, for programs that have no keys to bring nearer: `chunks` pieces of
+    `size` bytes of its weight, `stride` bytes apart; multiples of `PIECE`.
+    """
+
+    weight: Tensor
+    size: int
+    stride: int
+    chunks: int
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeRows:
     """Rows of a step. slots: [rows] int32, below 0 for padding; positions: [rows] int32 of the new tokens; table:
     per KV group
@@ -657,9 +693,11 @@ class DecodeRows:
     late: int = 0
 
 
-def decode_attention(qkv: Tensor, out: Tensor, a: DecodeAttention, rows: DecodeRows, pdl: bool = False) -> None:
+def decode_attention(
+    qkv: Tensor, out: Tensor, a: DecodeAttention, rows: DecodeRows, pdl: bool = False, behind: Behind | None = None
+) -> None:
     """qkv: [rows, (heads + 2 * kv_heads) * head_dim] -> out: [rows, heads * head_dim]; the cache receives the new
-    token.
+    token. behind: only of one row.
     """
     kv_heads, extra = a.cache.shape[2], {"launch_pdl": True} if pdl else {}
     shared = rows.shared if a.group == 0 and a.window is None else None
@@ -668,16 +706,19 @@ def decode_attention(qkv: Tensor, out: Tensor, a: DecodeAttention, rows: DecodeR
     before: tuple = (None, None, None, 0)
     if shared is not None:
         before = (shared.rows, shared.part, shared.lse, shared.part.shape[2])
+    asked = (None, 0, 0) if behind is None else (behind.weight, behind.size, behind.stride)
     tensors, numbers, const = _arguments(qkv, a, rows, pdl)
     heads_here, block_size = triton.next_power_of_2(a.heads // kv_heads), a.cache.shape[3]
     first, second = _columns_of(const["D"], const["DP"], shared is None and not const["PAIRS"])
     _decode_kernel[(kv_heads, qkv.shape[0], rows.splits)](
         *tensors, a.k_weight, out, rows.part, rows.lse, rows.arrived, *numbers,
-        rows.splits, rows.least, *before, GP=max(16, triton.next_power_of_2(a.heads // kv_heads)), TILE=rows.tile,
+        rows.splits, rows.least, *before, *asked,
+        GP=max(16, triton.next_power_of_2(a.heads // kv_heads)), TILE=rows.tile,
         WINDOW=a.window or 0, SPLITS=max(64, triton.next_power_of_2(rows.splits)),
         HEADS_HERE=heads_here, PARTS=max(1, min(8, 2048 * rows.warps // (heads_here * const["DP"]))),
         STAGES=rows.stages, SHARED=shared is not None, EARLY=rows.early,
-        AHEAD=_keys_ahead(rows, block_size), A=first, B=second, RESERVE=rows.least > 0, LATE=rows.late, **const,
+        AHEAD=_keys_ahead(rows, block_size), A=first, B=second, RESERVE=rows.least > 0, LATE=rows.late,
+        CHUNKS=0 if behind is None else behind.chunks, PIECE=PIECE, **const,
         num_warps=rows.warps, **extra,
     )  # fmt: skip
 

@@ -127,9 +127,11 @@ def _row_kernel(
     scale: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, CODES: gl.constexpr,
     WIDTH: gl.constexpr, SQUARES: gl.constexpr, AHEAD: gl.constexpr, MODE: gl.constexpr, ACT: gl.constexpr,
     NORM: gl.constexpr, NEXT: gl.constexpr, BIAS: gl.constexpr, OFFSETS: gl.constexpr, PDL: gl.constexpr,
+    LATE: gl.constexpr,
 ):  # fmt: skip
     """Grid (N / 16,), of gated products (N / 8,). AHEAD: blocks of which a warp has asked for the words. SQUARES: at
     least the tiles of the norm in front. CODES: in 16 bits; 2 of 8-bit floats, whose scales are one for an output.
+    LATE: as `Tiling.late`.
     """
     WARPS: gl.constexpr = gl.num_warps()
     BLOCK: gl.constexpr = 64 * CODES
@@ -149,7 +151,7 @@ def _row_kernel(
     q = thread % 4
     row = pid * BN + thread // 4 % 8
     first = thread // 32 * SHARE
-    if PDL:
+    if PDL and LATE == 0:
         gdc_launch_dependents()
     at = words.to(gl.pointer_type(gl.int32)) + (first * STEP + row * ROW + q * 4)[:, None] + e[None, :]
     row4 = row[:, None] + (e // 2 * SECOND)[None, :]  # of each sum
@@ -168,6 +170,8 @@ def _row_kernel(
         second_scale = gl.load(scales + n + N) if GATED else first_scale
     if PDL:
         gdc_wait()
+    if PDL and LATE == 1:
+        gdc_launch_dependents()
     x_at = x.to(gl.pointer_type(gl.int32)) + (first * (BLOCK // 2) + q * 4)[:, None] + e[None, :]
     parts, before = n, n
     if NORM:
@@ -186,6 +190,8 @@ def _row_kernel(
             w += (_ask_words(at + (i + AHEAD) * STEP, SECOND * ROW),)  # type: ignore[assignment]
             if CODES == 4:
                 s += (gl.load(scales + (half + (i + AHEAD) * 2) * 128 // GROUP * ROWS + row4),)  # type: ignore[assignment]
+    if PDL and LATE == 2:
+        gdc_launch_dependents()
     acc = gl.sum(gl.reshape(acc, [WARPS, 8, 4, 2, 2]), 4)
     acc = gl.sum(gl.sum(acc, 2) * 0.25, 0)  # the four lanes of an output have the same
     if GATED:
@@ -403,18 +409,18 @@ def _most_warps(weight: PackedWords | Float8Weight) -> int:
 def choose_row_tiling(weight: PackedWords | Float8Weight, mode: int) -> Tiling:
     """From times of whole steps on an H200 (`benchmarks/h200/tune_decode.py`, `h200_packed_rows.json`)."""
     packed = isinstance(weight, PackedWords)
-    warps = _most_warps(weight)
+    warps, late = _most_warps(weight), 0
     if mode == 1:
         warps, ahead, registers = min(4, warps), 2 if packed else 3, 96
     elif mode == 0:
-        ahead, registers = (1, 64) if packed else (2, 80)
+        ahead, registers, late = (1, 64, 1) if packed else (2, 80, 0)
     else:
         ahead, registers = 2, 128
     share = _blocks(weight) // warps
     if share > _MOST_BLOCKS:
         warps *= 2
         share //= 2
-    return Tiling(True, 8 if mode == 1 else 16, 1, warps, unroll=min(ahead, share), registers=registers)
+    return Tiling(True, 8 if mode == 1 else 16, 1, warps, unroll=min(ahead, share), late=late, registers=registers)
 
 
 def launch_row(
@@ -430,5 +436,5 @@ def launch_row(
         x, words, weight.scales, offsets, *ends, squares, tiles, eps, h, next_weight, scaled, squares_out, scale,
         GROUP=weight.group if isinstance(weight, PackedWords) else 0, CODES=4 if packed else 2,
         SQUARES=triton.next_power_of_2(max(tiles, 2)), AHEAD=t.unroll, OFFSETS=offsets is not None, num_warps=t.warps,
-        maxnreg=t.registers, **const, **extra,
+        maxnreg=t.registers, LATE=t.late, **const, **extra,
     )  # fmt: skip
