@@ -85,14 +85,24 @@ def test_sentence_transformers_files_are_followed(mode: str, tmp_path: Path) -> 
         ),
         (lambda d: (d / "modules.json").write_text('[{"type": "x.WordWeights", "path": ""}]'), "'WordWeights'"),
         (lambda d: (d / "modules.json").write_text("{"), "not valid JSON"),
+        (lambda d: reorder(d, 0, 1, 3, 2), "Dense at '2_Dense' is out of order"),
+        (lambda d: reorder(d, 0, 2, 1, 3), "Pooling at '1_Pooling' is out of order"),
+        (lambda d: reorder(d, 0, 1, 1, 3), "Pooling at '1_Pooling' is out of order"),
+        (lambda d: rewrite(d / "2_Dense/config.json", use_residual=True), "use_residual=true"),
     ],
 )
 def test_what_sentence_transformers_can_and_we_cannot_is_refused(change: Any, message: str, tmp_path: Path) -> None:
     save_bert(tmp_path)
-    save_sentence_files(tmp_path, "mean")
+    save_sentence_files(tmp_path, "mean", in_features=48, out_features=48, bias=True, activation_function=TANH)
     change(tmp_path)
     with pytest.raises(ValueError, match=message):
         start(tmp_path)
+
+
+def reorder(folder: Path, *order: int) -> None:
+    """Modules by their places so far: 0 the transformer, 1 pooling, 2 a dense layer, 3 normalisation."""
+    modules = json.loads((folder / "modules.json").read_text())
+    (folder / "modules.json").write_text(json.dumps([modules[i] for i in order]))
 
 
 def rewrite(file: Path, **fields: Any) -> None:

@@ -181,6 +181,8 @@ def read_sentence_files(folder: Path) -> SentenceFiles | None:
         name = module.get("path", "")
         if not isinstance(name, str) or (name and (Path(name).name != name or name in (".", ".."))):
             raise ValueError(f"{file}: the path {name!r} of a module is not the name of a folder beside it.")
+        if (kind == "Dense" and normalize) or (kind == "Pooling" and (pooling or dense or normalize)):
+            raise ValueError(f"{file}: {kind} at {name!r} is out of order, expected Pooling, Dense, Normalize.")
         if kind == "Pooling":
             pooling = _pooling_type(folder / name / "config.json")
         elif kind == "Normalize":
