@@ -39,6 +39,8 @@ PLAIN_CLASSES = frozenset(
         "XLMRobertaTokenizer",
     }
 )
+# Of them, those that set their normaliser by tokenizer_config.json, whatever tokenizer.json has.
+_BERT_CLASSES = frozenset({"BertTokenizer", "DistilBertTokenizer"})
 NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # A folder without any of these has no tokenizer; transformers' own message about that is long and names no file.
 VOCABULARY_FILES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tekken.json")
@@ -150,6 +152,8 @@ def _load_light(path: Path, trust_remote_code: bool) -> Tokenizer | None:
     except Exception as error:  # the library raises plain Exception
         raise ValueError(f"{path / 'tokenizer.json'} is not a tokenizer that can be read: {error}") from error
     give_back_freed_memory()  # reading a large vocabulary takes several times its size
+    if str(name).removesuffix("Fast") in _BERT_CLASSES:
+        _set_normalizer(backend, settings)
     named = _named_special_tokens(settings)
     _add_tokens(backend, settings, named)
     return FastTokenizer(
@@ -158,6 +162,16 @@ def _load_light(path: Path, trust_remote_code: bool) -> Tokenizer | None:
         _read_chat_template(path, settings),
         load_hf=lambda: load_transformers_tokenizer(path, "auto", trust_remote_code),
     )
+
+
+def _set_normalizer(backend: tokenizers.Tokenizer, settings: dict[str, Any]) -> None:
+    from tokenizers.normalizers import BertNormalizer
+
+    normalizer = backend.normalizer
+    if isinstance(normalizer, BertNormalizer):
+        normalizer.lowercase = settings.get("do_lower_case", True)
+        normalizer.strip_accents = settings.get("strip_accents")
+        normalizer.handle_chinese_chars = settings.get("tokenize_chinese_chars", True)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
