@@ -285,6 +285,15 @@ def test_embeddings_score_by_their_cosine(tmp_path: Path) -> None:
                 call()
 
 
+@pytest.mark.parametrize("classes", [0, 1])
+def test_an_answer_for_each_token_is_no_score(classes: int, tmp_path: Path) -> None:
+    save_bert(tmp_path, classes=classes)
+    with start(tmp_path, override_pooler_config={"pooling_type": "ALL"}) as llm:
+        assert llm.supported_tasks == ("encode", "classify" if classes else "embed")
+        with pytest.raises(ValueError, match="Score API is only enabled for"):
+            llm.score("a", "b")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -133,11 +133,11 @@ class PoolingSettings:
     @property
     def tasks(self) -> tuple[str, ...]:
         """What requests may ask for: "encode" and what is special to the model."""
-        if self.task == EMBED:
-            return ("encode", EMBED, SCORE)
-        if self.task in (CLASSIFY, SCORE):
-            return ("encode", CLASSIFY, SCORE) if self.labels == 1 else ("encode", CLASSIFY)
-        return ("encode", REWARD)
+        if self.task == REWARD:
+            return ("encode", REWARD)
+        kind = EMBED if self.task == EMBED else CLASSIFY
+        one = not self.gives_many and (kind == EMBED or self.labels == 1)  # vector or number, which makes a score
+        return ("encode", kind, SCORE) if one else ("encode", kind)
 
     @property
     def gives_many(self) -> bool:
