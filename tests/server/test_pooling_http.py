@@ -123,6 +123,14 @@ def test_without_the_last_step(embedder, scorer) -> None:
     assert ranked["relevance_score"] == pytest.approx(logit["score"], abs=1e-5)
 
 
+def test_classes_of_each_token_are_not_one_of_the_prompt(tmp_path: Path) -> None:
+    save_bert(tmp_path, classes=2)
+    with Server(tmp_path, "--override-pooler-config", '{"pooling_type": "ALL"}') as server:
+        refused = server.post("/classify", {"input": "a"})
+        assert refused.status == 400 and "answer for each token" in refused.text
+        assert np.shape(server.post("/pooling", {"input": "a"}).json["data"][0]["data"]) == (3, 2)
+
+
 def test_classes_without_names_have_those_of_transformers(tmp_path: Path) -> None:
     """Of two classes with their usual names transformers writes neither names nor number to config.json."""
     save_bert(tmp_path, classes=2)

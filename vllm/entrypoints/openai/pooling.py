@@ -212,6 +212,9 @@ async def pool(context: ServerContext, request: PoolingRequest, header_id: str |
 
 async def classify(context: ServerContext, request: ClassifyRequest, header_id: str | None) -> Answer:
     """POST /classify: the probability of each class, and the name of the likeliest."""
+    settings = context.engine.vllm_config.model_config.pooling
+    if settings is not None and settings.gives_many:
+        raise bad_request("This model has an answer for each token, not one for a prompt. Use /pooling.")
     params = PoolingParams(task="classify", use_activation=request.use_activation)
     work = await _begin(context, request, await _inputs(context, request), params, "classify", header_id)
     names = context.engine.vllm_config.model_config.hf.get("id2label", default={})
