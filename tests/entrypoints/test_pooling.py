@@ -99,6 +99,19 @@ def test_what_sentence_transformers_can_and_we_cannot_is_refused(change: Any, me
         start(tmp_path)
 
 
+def test_a_language_model_that_sentence_transformers_uses_to_judge(tmp_path: Path) -> None:
+    """As Qwen3-Reranker: it generates, and judges where that is asked for."""
+    save_llama(tmp_path)
+    kinds = {"": "base.modules.transformer.Transformer", "1_LogitScore": "cross_encoder.modules.logit_score.LogitScore"}
+    modules = [{"path": path, "type": f"sentence_transformers.{kind}"} for path, kind in kinds.items()]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    with start(tmp_path) as llm:
+        assert llm.supported_tasks == ("generate",)
+    overrides = {"architectures": ["LlamaForSequenceClassification"], "classifier_from_token": ["a", "e"]}
+    with start(tmp_path, hf_overrides={**overrides, "is_original_qwen3_reranker": True}) as llm:
+        assert llm.supported_tasks == ("encode", "classify", "score")
+
+
 def reorder(folder: Path, *order: int) -> None:
     """Modules by their places so far: 0 the transformer, 1 pooling, 2 a dense layer, 3 normalisation."""
     modules = json.loads((folder / "modules.json").read_text())

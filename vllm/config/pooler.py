@@ -25,6 +25,7 @@ _MODES = {  # fields of a pooling module's config, as its versions write them
 }
 _NEWER_MODES = {"cls": "CLS", "mean": "MEAN", "lasttoken": "LAST"}
 _MAX_DENSE = 8
+_NO_POOLING = ("Transformer", "Dropout", "LogitScore")  # the last: how a language model is used as a cross-encoder
 _ACTIVATIONS = {
     "torch.nn.modules.activation.Sigmoid": "sigmoid",
     "torch.nn.modules.activation.Softmax": "softmax",
@@ -190,7 +191,7 @@ def read_sentence_files(folder: Path) -> SentenceFiles | None:
         elif kind == "Dense":
             dense.append(name)
             width = HFConfig(read_json_object(folder / name / "config.json"), folder / name).get_int("out_features")
-        elif kind not in ("Transformer", "Dropout"):
+        elif kind not in _NO_POOLING:
             raise ValueError(f"{file}: modules of type {kind!r} are not supported.")
     if len(dense) > _MAX_DENSE:
         raise ValueError(f"{file} has {len(dense)} dense modules, expected at most {_MAX_DENSE}.")
