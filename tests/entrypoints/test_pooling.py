@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.tiny_encoders import save_bert, save_sentence_files, save_wordpiece
 from tests.tiny_llama import assert_idle
 from tests.tiny_models import save_llama
 from vllm import LLM, PoolingParams, SamplingParams
+from vllm.config.pooler import read_sentence_files
 from vllm.engine.texts import Texts
 from vllm.engine.tokenizer import Tokenizer, TransformersTokenizer
 from vllm.engine.tokenizer_files import load_tokenizer
@@ -110,6 +112,15 @@ def test_a_language_model_that_sentence_transformers_uses_to_judge(tmp_path: Pat
     overrides = {"architectures": ["LlamaForSequenceClassification"], "classifier_from_token": ["a", "e"]}
     with start(tmp_path, hf_overrides={**overrides, "is_original_qwen3_reranker": True}) as llm:
         assert llm.supported_tasks == ("encode", "classify", "score")
+
+
+def test_texts_that_sentence_transformers_puts_into_a_template_are_told_of(tmp_path: Path, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    save_bert(tmp_path, template=True)
+    save_sentence_files(tmp_path, "mean")
+    assert read_sentence_files(tmp_path) is not None and not caplog.text
+    rewrite(tmp_path / "sentence_bert_config.json", modality_config={"text": {}, "message": {"format": "flat"}})
+    assert read_sentence_files(tmp_path) is not None and "chat template" in caplog.text
 
 
 def reorder(folder: Path, *order: int) -> None:

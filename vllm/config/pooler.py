@@ -10,6 +10,9 @@ from typing import Any
 from vllm.config.facts import Pooling
 from vllm.config.hf import HEAD_TOKENS, HFConfig, read_json_object
 from vllm.exceptions import VLLMValidationError
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
 
 POOLING_TYPES = ("LAST", "ALL", "CLS", "STEP", "MEAN")
 EMBED, CLASSIFY, SCORE, REWARD = "embed", "classify", "score", "reward"
@@ -197,6 +200,11 @@ def read_sentence_files(folder: Path) -> SentenceFiles | None:
         raise ValueError(f"{file} has {len(dense)} dense modules, expected at most {_MAX_DENSE}.")
     settings = next((folder / name for name in _SENTENCE_FILES if (folder / name).is_file()), None)
     config = HFConfig({} if settings is None else read_json_object(settings), folder)
+    if pooling is not None and "message" in config.nested("modality_config").raw:
+        logger.warning(
+            "sentence-transformers puts the texts of this model into its chat template; here they are embedded as they "
+            "are. Put them into it yourself, or send them as `messages`."
+        )
     length = config.get_int("max_seq_length", default=None)
     length = _tokenizers_length(folder) if length is None else length  # as sentence-transformers does
     lower_case = config.get_bool("do_lower_case", default=False)
