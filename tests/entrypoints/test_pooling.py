@@ -302,6 +302,7 @@ def test_embeddings_score_by_their_cosine(tmp_path: Path) -> None:
             (lambda: llm.encode("a", pooling_task="classify"), "not for 'classify'"),
             (lambda: llm.generate("a"), "this model pools"),
             (lambda: llm.classify("a"), "only enabled for `--task classify`"),
+            (lambda: llm.reward("a"), "only enabled for `--task reward`"),
             (lambda: llm.embed("a " * 200), "longer than the maximum model length of 96"),
             (lambda: llm.embed([]) or pytest.fail("nothing"), "nothing"),
         ):

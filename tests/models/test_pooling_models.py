@@ -321,6 +321,8 @@ def test_reward_heads(tmp_path: Path) -> None:
         add_weights(tmp_path / "rm", {n: w[:outputs] if "2" in n else w for n, w in weights.items()}, name)
         with start(tmp_path / "rm", **options) as llm:
             assert llm.supported_tasks == ("encode", "reward")
+            (reward,) = llm.reward({"prompt_token_ids": PROMPTS[0]}, use_tqdm=False)
+            torch.testing.assert_close(reward.outputs.data, encode(llm)[0], rtol=0, atol=1e-6)
             for ids, found in zip(PROMPTS, encode(llm), strict=True):
                 want = head(states(model, ids), outputs)
                 if outputs == 2:
