@@ -130,6 +130,18 @@ def test_bert_cuts_texts_by_its_settings(name, lowercase, settings, tmp_path):
         assert load_tokenizer(tmp_path).encode(text) == AutoTokenizer.from_pretrained(tmp_path).encode(text)
 
 
+def test_models_hear_of_pairs_if_the_settings_say_so(tmp_path):
+    save_wordpiece(tmp_path)
+    for inputs, second in [(["input_ids", "token_type_ids"], 4), (["input_ids", "attention_mask"], None)]:
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": inputs}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+        oracle = AutoTokenizer.from_pretrained(tmp_path)
+        assert ("token_type_ids" in oracle("capital", "france")) == (second is not None)
+        for tokenizer in (load_tokenizer(tmp_path), from_transformers(oracle)):
+            ids, begins = tokenizer.encode_pair("capital of", "france")
+            assert ids == oracle("capital of", "france")["input_ids"] and begins == second
+
+
 def test_loads_without_transformers(tmp_path):
     save_plain(tmp_path)
     code = (

@@ -41,6 +41,7 @@ PLAIN_CLASSES = frozenset(
 )
 # Of them, those that set their normaliser by tokenizer_config.json, whatever tokenizer.json has.
 _BERT_CLASSES = frozenset({"BertTokenizer", "DistilBertTokenizer"})
+_PAIRS = "token_type_ids"  # what models are given, by model_input_names, beside the tokens
 NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # A folder without any of these has no tokenizer; transformers' own message about that is long and names no file.
 VOCABULARY_FILES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tekken.json")
@@ -73,7 +74,8 @@ def from_transformers(hf_tokenizer: Any) -> Tokenizer:
 
     copy = tokenizers.Tokenizer.from_str(hf_tokenizer.backend_tokenizer.to_str())
     named = {name: str(token) for name, token in hf_tokenizer.special_tokens_map.items() if isinstance(token, str)}
-    return FastTokenizer(copy, named, hf_tokenizer.chat_template, load_hf=lambda: hf_tokenizer)
+    tells = _PAIRS in hf_tokenizer.model_input_names
+    return FastTokenizer(copy, named, hf_tokenizer.chat_template, load_hf=lambda: hf_tokenizer, tells_pairs=tells)
 
 
 def load_transformers_tokenizer(path: Path, mode: str, trust_remote_code: bool) -> Any:
@@ -161,6 +163,7 @@ def _load_light(path: Path, trust_remote_code: bool) -> Tokenizer | None:
         named,
         _read_chat_template(path, settings),
         load_hf=lambda: load_transformers_tokenizer(path, "auto", trust_remote_code),
+        tells_pairs=_PAIRS in (settings.get("model_input_names") or [_PAIRS]),
     )
 
 
