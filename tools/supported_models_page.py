@@ -42,8 +42,9 @@ They embed, classify, score or reward ([pooling.md](pooling.md)). The last colum
 sentence-transformers' files nor `override_pooler_config` say otherwise. Hidden states at every position, and what heads
 make of them, are held in fp32 against transformers (heads of reward models: against their description).
 
-Any decoder of the table above is known by two more names: `...Model` instead of `...ForCausalLM` embeds by its last
-token, `...ForSequenceClassification` classifies by it. With `task` any of them becomes an embedder or a reward model.
+Any decoder of the table above is known by two more names: `...Model` instead of `...ForCausalLM` (or `...LMHeadModel`)
+embeds by its last token, `...ForSequenceClassification` classifies by it. With `task` any of them becomes an embedder
+or a reward model.
 
 | architecture | public checkpoints | made for | pools |
 |---|---|---|---|

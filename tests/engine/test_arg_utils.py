@@ -384,7 +384,7 @@ LATER: list[dict[str, Any]] = [
     {"mm_processor_kwargs": {"a": 1}}, {"media_io_kwargs": {"a": {}}}, {"allowed_local_media_path": "/x"},
     {"load_format": "runai_streamer"}, {"load_format": "fastsafetensors"},
     {"cpu_offload_gb": 1}, {"enable_prompt_embeds": True},
-    {"task": "transcription"}, {"runner": "draft"},
+    {"task": "transcription"}, {"runner": "draft"}, {"tokenizer_mode": "custom"},
     {"preemption_mode": "swap"}, {"enable_sleep_mode": True}, {"otlp_traces_endpoint": "http://x"},
     {"collect_detailed_traces": "all"},
     {"num_lookahead_slots": 2}, {"override_neuron_config": {"a": 1}},

@@ -12,6 +12,7 @@ import pytest
 from transformers import AutoTokenizer, GPT2Tokenizer, LlamaTokenizer, Qwen2Tokenizer
 
 from tests.engine import tokenizer_makers as make
+from tests.tiny_encoders import save_wordpiece
 from vllm.engine.tokenizer import FastTokenizer, TransformersTokenizer
 from vllm.engine.tokenizer_files import from_transformers, load_tokenizer
 
@@ -112,6 +113,33 @@ def test_equals_transformers(saver, tmp_path):
             expected = oracle.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
             assert light.decode(ids, skip_special_tokens=skip) == expected
     assert light.encode_batch(make.NASTY) == [oracle.encode(text) for text in make.NASTY]
+
+
+@pytest.mark.parametrize("name", ["BertTokenizer", "DistilBertTokenizerFast", "PreTrainedTokenizerFast"])
+@pytest.mark.parametrize("lowercase", [True, False])  # of tokenizer.json, which BERT's classes do not ask
+@pytest.mark.parametrize("settings", [{}, {"do_lower_case": False}, {"strip_accents": False}])
+def test_bert_cuts_texts_by_its_settings(name, lowercase, settings, tmp_path):
+    save_wordpiece(tmp_path)
+    document = json.loads((tmp_path / "tokenizer.json").read_text())
+    document["normalizer"]["lowercase"] = lowercase
+    for word in ("paris", "Paris", "cafe", "caf\u00e9"):
+        document["model"]["vocab"].setdefault(word, len(document["model"]["vocab"]))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name, **settings}))
+    for text in ("paris caf\u00e9", "Paris cafe"):
+        assert load_tokenizer(tmp_path).encode(text) == AutoTokenizer.from_pretrained(tmp_path).encode(text)
+
+
+def test_models_hear_of_pairs_if_the_settings_say_so(tmp_path):
+    save_wordpiece(tmp_path)
+    for inputs, second in [(["input_ids", "token_type_ids"], 4), (["input_ids", "attention_mask"], None)]:
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": inputs}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+        oracle = AutoTokenizer.from_pretrained(tmp_path)
+        assert ("token_type_ids" in oracle("capital", "france")) == (second is not None)
+        for tokenizer in (load_tokenizer(tmp_path), from_transformers(oracle)):
+            ids, begins = tokenizer.encode_pair("capital of", "france")
+            assert ids == oracle("capital of", "france")["input_ids"] and begins == second
 
 
 def test_loads_without_transformers(tmp_path):

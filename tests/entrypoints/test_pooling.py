@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.tiny_encoders import save_bert, save_sentence_files, save_wordpiece
 from tests.tiny_llama import assert_idle
 from tests.tiny_models import save_llama
 from vllm import LLM, PoolingParams, SamplingParams
+from vllm.config.pooler import read_sentence_files
 from vllm.engine.texts import Texts
 from vllm.engine.tokenizer import Tokenizer, TransformersTokenizer
 from vllm.engine.tokenizer_files import load_tokenizer
@@ -85,14 +87,46 @@ def test_sentence_transformers_files_are_followed(mode: str, tmp_path: Path) -> 
         ),
         (lambda d: (d / "modules.json").write_text('[{"type": "x.WordWeights", "path": ""}]'), "'WordWeights'"),
         (lambda d: (d / "modules.json").write_text("{"), "not valid JSON"),
+        (lambda d: reorder(d, 0, 1, 3, 2), "Dense at '2_Dense' is out of order"),
+        (lambda d: reorder(d, 0, 2, 1, 3), "Pooling at '1_Pooling' is out of order"),
+        (lambda d: reorder(d, 0, 1, 1, 3), "Pooling at '1_Pooling' is out of order"),
+        (lambda d: rewrite(d / "2_Dense/config.json", use_residual=True), "use_residual=true"),
     ],
 )
 def test_what_sentence_transformers_can_and_we_cannot_is_refused(change: Any, message: str, tmp_path: Path) -> None:
     save_bert(tmp_path)
-    save_sentence_files(tmp_path, "mean")
+    save_sentence_files(tmp_path, "mean", in_features=48, out_features=48, bias=True, activation_function=TANH)
     change(tmp_path)
     with pytest.raises(ValueError, match=message):
         start(tmp_path)
+
+
+def test_a_language_model_that_sentence_transformers_uses_to_judge(tmp_path: Path) -> None:
+    """As Qwen3-Reranker: it generates, and judges where that is asked for."""
+    save_llama(tmp_path)
+    kinds = {"": "base.modules.transformer.Transformer", "1_LogitScore": "cross_encoder.modules.logit_score.LogitScore"}
+    modules = [{"path": path, "type": f"sentence_transformers.{kind}"} for path, kind in kinds.items()]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    with start(tmp_path) as llm:
+        assert llm.supported_tasks == ("generate",)
+    overrides = {"architectures": ["LlamaForSequenceClassification"], "classifier_from_token": ["a", "e"]}
+    with start(tmp_path, hf_overrides={**overrides, "is_original_qwen3_reranker": True}) as llm:
+        assert llm.supported_tasks == ("encode", "classify", "score")
+
+
+def test_texts_that_sentence_transformers_puts_into_a_template_are_told_of(tmp_path: Path, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    save_bert(tmp_path, template=True)
+    save_sentence_files(tmp_path, "mean")
+    assert read_sentence_files(tmp_path) is not None and not caplog.text
+    rewrite(tmp_path / "sentence_bert_config.json", modality_config={"text": {}, "message": {"format": "flat"}})
+    assert read_sentence_files(tmp_path) is not None and "chat template" in caplog.text
+
+
+def reorder(folder: Path, *order: int) -> None:
+    """Modules by their places so far: 0 the transformer, 1 pooling, 2 a dense layer, 3 normalisation."""
+    modules = json.loads((folder / "modules.json").read_text())
+    (folder / "modules.json").write_text(json.dumps([modules[i] for i in order]))
 
 
 def rewrite(file: Path, **fields: Any) -> None:
@@ -268,11 +302,21 @@ def test_embeddings_score_by_their_cosine(tmp_path: Path) -> None:
             (lambda: llm.encode("a", pooling_task="classify"), "not for 'classify'"),
             (lambda: llm.generate("a"), "this model pools"),
             (lambda: llm.classify("a"), "only enabled for `--task classify`"),
+            (lambda: llm.reward("a"), "only enabled for `--task reward`"),
             (lambda: llm.embed("a " * 200), "longer than the maximum model length of 96"),
             (lambda: llm.embed([]) or pytest.fail("nothing"), "nothing"),
         ):
             with pytest.raises((ValueError, pytest.fail.Exception), match=message):
                 call()
+
+
+@pytest.mark.parametrize("classes", [0, 1])
+def test_an_answer_for_each_token_is_no_score(classes: int, tmp_path: Path) -> None:
+    save_bert(tmp_path, classes=classes)
+    with start(tmp_path, override_pooler_config={"pooling_type": "ALL"}) as llm:
+        assert llm.supported_tasks == ("encode", "classify" if classes else "embed")
+        with pytest.raises(ValueError, match="Score API is only enabled for"):
+            llm.score("a", "b")
 
 
 @pytest.mark.parametrize(

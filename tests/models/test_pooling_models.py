@@ -27,6 +27,7 @@ BERT = {**SIZES, "pad_token_id": 0}
 ROBERTA = {**SIZES, "max_position_embeddings": 62, "pad_token_id": 3, "type_vocab_size": 1}
 MPNET = {**SIZES, "max_position_embeddings": 200, "pad_token_id": 1, "layer_norm_eps": 1e-5}
 DISTIL = {"vocab_size": 131, "dim": 48, "n_layers": 3, "n_heads": 6, "hidden_dim": 77, "max_position_embeddings": 64}
+GPT2 = {"vocab_size": 131, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 64}
 NO_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
 MODERN = {**SIZES, **NO_IDS, "num_hidden_layers": 5, "local_attention": 10}
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -55,6 +56,7 @@ DECODERS: dict[str, Any] = {
     "qwen2": lambda: hf.Qwen2Config(**GQA),
     "qwen3": lambda: hf.Qwen3Config(**GQA, head_dim=10),
     "gemma2": lambda: hf.Gemma2Config(**GEMMA2),
+    "gpt2": lambda: hf.GPT2Config(**GPT2),
 }
 LONG = [(7 * i) % 129 + 2 for i in range(180)]  # past the distance that MPNet's bias tells apart
 PROMPTS = [[5, 9, 120, 33], [77], list(range(20, 57)), [8] * 11, [101, 4, 64, 2, 90, 17, 55]]
@@ -231,6 +233,7 @@ CLASSIFIERS: dict[str, Any] = {
     "qwen2": lambda: hf.Qwen2Config(**GQA, num_labels=1, pad_token_id=0),
     "mistral": lambda: hf.MistralConfig(**GQA, **LABELS, pad_token_id=0),
     "gemma2": lambda: hf.Gemma2Config(**GEMMA2, **LABELS, pad_token_id=0),
+    "gpt2": lambda: hf.GPT2Config(**GPT2, **LABELS, pad_token_id=0),
 }
 
 
@@ -318,6 +321,8 @@ def test_reward_heads(tmp_path: Path) -> None:
         add_weights(tmp_path / "rm", {n: w[:outputs] if "2" in n else w for n, w in weights.items()}, name)
         with start(tmp_path / "rm", **options) as llm:
             assert llm.supported_tasks == ("encode", "reward")
+            (reward,) = llm.reward({"prompt_token_ids": PROMPTS[0]}, use_tqdm=False)
+            torch.testing.assert_close(reward.outputs.data, encode(llm)[0], rtol=0, atol=1e-6)
             for ids, found in zip(PROMPTS, encode(llm), strict=True):
                 want = head(states(model, ids), outputs)
                 if outputs == 2:

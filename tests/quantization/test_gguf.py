@@ -175,6 +175,23 @@ def test_a_weight_may_be_a_single_block() -> None:
         torch.testing.assert_close(ours, numbers_of(kind, raw), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("name", ["qwen3", "gemma"])  # with a head of its own, and without
+def test_models_that_pool(name: str, tmp_path: Path) -> None:
+    """The last state as an embedding, and rows of the quantized head, or table, as those of two tokens."""
+    reference, file = write(name, tmp_path, mixed)
+    ids = [5, 9, 77, 31]
+    with torch.no_grad():
+        found = reference(torch.tensor([ids]), output_hidden_states=True)
+    states, logits = found.hidden_states[-1][0], found.logits[0]
+    for options, want in [
+        ({"task": "embed"}, torch.nn.functional.normalize(states[-1], dim=-1)),
+        ({"task": "reward", "override_pooler_config": {"returned_token_ids": [5, 9]}}, logits[:, [5, 9]].softmax(-1)),
+    ]:
+        with LLM(str(file), dtype="float32", skip_tokenizer_init=True, **options) as llm:
+            (output,) = llm.encode([{"prompt_token_ids": ids}], use_tqdm=False)
+        torch.testing.assert_close(output.outputs.data, want, atol=1e-4, rtol=1e-3)
+
+
 def add_demo_tokenizer(writer: gguf.GGUFWriter) -> None:
     """The packaged model's byte-level vocabulary as the converter would write it."""
     document = json.loads((DEMO / "tokenizer.json").read_text())

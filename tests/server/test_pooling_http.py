@@ -109,6 +109,37 @@ def test_a_cross_encoder_scores_ranks_and_classifies(scorer) -> None:
         assert item["label"] == "relevance" and item["num_classes"] == 1
 
 
+def test_without_the_last_step(embedder, scorer) -> None:
+    """use_activation=false: vectors of any length, and scores whose sigmoid is what comes otherwise."""
+    raw = {"use_activation": False}
+    (vector,) = embedder[0].post("/v1/embeddings", {"input": "a", **raw}).json["data"]
+    assert np.linalg.norm(vector["embedding"]) > 2
+    pair = {"text_1": TEXTS[0], "text_2": TEXTS[1]}
+    ranking = {"query": TEXTS[0], "documents": [TEXTS[1]]}
+    (score,) = scorer[0].post("/score", pair).json["data"]
+    (logit,) = scorer[0].post("/score", {**pair, **raw}).json["data"]
+    (ranked,) = scorer[0].post("/rerank", {**ranking, **raw}).json["results"]
+    assert 1 / (1 + np.exp(-logit["score"])) == pytest.approx(score["score"], abs=1e-5)
+    assert ranked["relevance_score"] == pytest.approx(logit["score"], abs=1e-5)
+
+
+def test_classes_of_each_token_are_not_one_of_the_prompt(tmp_path: Path) -> None:
+    save_bert(tmp_path, classes=2)
+    with Server(tmp_path, "--override-pooler-config", '{"pooling_type": "ALL"}') as server:
+        refused = server.post("/classify", {"input": "a"})
+        assert refused.status == 400 and "answer for each token" in refused.text
+        assert np.shape(server.post("/pooling", {"input": "a"}).json["data"][0]["data"]) == (3, 2)
+
+
+def test_classes_without_names_have_those_of_transformers(tmp_path: Path) -> None:
+    """Of two classes with their usual names transformers writes neither names nor number to config.json."""
+    save_bert(tmp_path, classes=2)
+    assert "id2label" not in (tmp_path / "config.json").read_text()
+    with Server(tmp_path, "--dtype", "float32") as server:
+        for item in server.post("/classify", {"input": TEXTS}).json["data"]:
+            assert item["label"] == f"LABEL_{np.argmax(item['probs'])}"
+
+
 WRONG = [
     ("/v1/embeddings", {"input": "a", "dimensions": 7}, "only supports [8, 16, 64] matryoshka dimensions"),
     ("/v1/embeddings", {"input": "a", "dimensions": 64}, 'Model "tiny" has embeddings of 48 dimensions'),

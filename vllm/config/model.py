@@ -150,6 +150,7 @@ class ModelConfig(metaclass=_Resolving):
         "auto",
         Choice(values=TOKENIZER_MODES, error=_unknown_tokenizer_mode),
         '"auto" (the fast tokenizer if there is one), "slow", "mistral" (mistral_common) or "custom".',
+        later={"custom": "tokenizer_mode='custom'"},
     )
     trust_remote_code: bool = setting(
         False, Flag(), "Allow Python code of the model's repository to run.", idle=_brings_no_code

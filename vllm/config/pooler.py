@@ -10,6 +10,9 @@ from typing import Any
 from vllm.config.facts import Pooling
 from vllm.config.hf import HEAD_TOKENS, HFConfig, read_json_object
 from vllm.exceptions import VLLMValidationError
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
 
 POOLING_TYPES = ("LAST", "ALL", "CLS", "STEP", "MEAN")
 EMBED, CLASSIFY, SCORE, REWARD = "embed", "classify", "score", "reward"
@@ -25,6 +28,7 @@ _MODES = {  # fields of a pooling module's config, as its versions write them
 }
 _NEWER_MODES = {"cls": "CLS", "mean": "MEAN", "lasttoken": "LAST"}
 _MAX_DENSE = 8
+_NO_POOLING = ("Transformer", "Dropout", "LogitScore")  # the last: how a language model is used as a cross-encoder
 _ACTIVATIONS = {
     "torch.nn.modules.activation.Sigmoid": "sigmoid",
     "torch.nn.modules.activation.Softmax": "softmax",
@@ -133,11 +137,11 @@ class PoolingSettings:
     @property
     def tasks(self) -> tuple[str, ...]:
         """What requests may ask for: "encode" and what is special to the model."""
-        if self.task == EMBED:
-            return ("encode", EMBED, SCORE)
-        if self.task in (CLASSIFY, SCORE):
-            return ("encode", CLASSIFY, SCORE) if self.labels == 1 else ("encode", CLASSIFY)
-        return ("encode", REWARD)
+        if self.task == REWARD:
+            return ("encode", REWARD)
+        kind = EMBED if self.task == EMBED else CLASSIFY
+        one = not self.gives_many and (kind == EMBED or self.labels == 1)  # vector or number, which makes a score
+        return ("encode", kind, SCORE) if one else ("encode", kind)
 
     @property
     def gives_many(self) -> bool:
@@ -181,6 +185,8 @@ def read_sentence_files(folder: Path) -> SentenceFiles | None:
         name = module.get("path", "")
         if not isinstance(name, str) or (name and (Path(name).name != name or name in (".", ".."))):
             raise ValueError(f"{file}: the path {name!r} of a module is not the name of a folder beside it.")
+        if (kind == "Dense" and normalize) or (kind == "Pooling" and (pooling or dense or normalize)):
+            raise ValueError(f"{file}: {kind} at {name!r} is out of order, expected Pooling, Dense, Normalize.")
         if kind == "Pooling":
             pooling = _pooling_type(folder / name / "config.json")
         elif kind == "Normalize":
@@ -188,12 +194,17 @@ def read_sentence_files(folder: Path) -> SentenceFiles | None:
         elif kind == "Dense":
             dense.append(name)
             width = HFConfig(read_json_object(folder / name / "config.json"), folder / name).get_int("out_features")
-        elif kind not in ("Transformer", "Dropout"):
+        elif kind not in _NO_POOLING:
             raise ValueError(f"{file}: modules of type {kind!r} are not supported.")
     if len(dense) > _MAX_DENSE:
         raise ValueError(f"{file} has {len(dense)} dense modules, expected at most {_MAX_DENSE}.")
     settings = next((folder / name for name in _SENTENCE_FILES if (folder / name).is_file()), None)
     config = HFConfig({} if settings is None else read_json_object(settings), folder)
+    if pooling is not None and "message" in config.nested("modality_config").raw:
+        logger.warning(
+            "sentence-transformers puts the texts of this model into its chat template; here they are embedded as they "
+            "are. Put them into it yourself, or send them as `messages`."
+        )
     length = config.get_int("max_seq_length", default=None)
     length = _tokenizers_length(folder) if length is None else length  # as sentence-transformers does
     lower_case = config.get_bool("do_lower_case", default=False)

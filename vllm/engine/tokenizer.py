@@ -181,7 +181,8 @@ class Tokenizer(ABC):
 class FastTokenizer(Tokenizer):
     """A `tokenizers.Tokenizer` (`backend`), with an exact stream for each kind of decoder.
 
-    `hf_tokenizer` is the transformers object it was taken from, or a function that loads it.
+    `hf_tokenizer` is the transformers object it was taken from, or a function that loads it.   tells_pairs: models are
+    told which text of a pair a token belongs to.
     """
 
     def __init__(
@@ -190,6 +191,7 @@ class FastTokenizer(Tokenizer):
         special_tokens: dict[str, str],
         chat_template: str | dict[str, str] | None,
         load_hf: Callable[[], Any],
+        tells_pairs: bool = True,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
@@ -204,7 +206,7 @@ class FastTokenizer(Tokenizer):
             chat_template=chat_template,
         )
         self._backend = backend
-        self._load_hf = load_hf
+        self._load_hf, self._tells_pairs = load_hf, tells_pairs
         self._pieces: dict[frozenset[int], PieceTable] = {}
 
     @cached_property
@@ -265,7 +267,7 @@ class FastTokenizer(Tokenizer):
             keeps = (i < count for length, count in zip(lengths, left, strict=True) for i in range(length))
             kept = [i for i, added in enumerate(found.special_tokens_mask) if added or next(keeps)]
             ids, types = [ids[i] for i in kept], [types[i] for i in kept]
-        return ids, types.index(1) if 1 in types else None
+        return ids, types.index(1) if self._tells_pairs and 1 in types else None
 
     def decode(
         self,

@@ -39,6 +39,9 @@ PLAIN_CLASSES = frozenset(
         "XLMRobertaTokenizer",
     }
 )
+# Of them, those that set their normaliser by tokenizer_config.json, whatever tokenizer.json has.
+_BERT_CLASSES = frozenset({"BertTokenizer", "DistilBertTokenizer"})
+_PAIRS = "token_type_ids"  # what models are given, by model_input_names, beside the tokens
 NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # A folder without any of these has no tokenizer; transformers' own message about that is long and names no file.
 VOCABULARY_FILES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tekken.json")
@@ -71,7 +74,8 @@ def from_transformers(hf_tokenizer: Any) -> Tokenizer:
 
     copy = tokenizers.Tokenizer.from_str(hf_tokenizer.backend_tokenizer.to_str())
     named = {name: str(token) for name, token in hf_tokenizer.special_tokens_map.items() if isinstance(token, str)}
-    return FastTokenizer(copy, named, hf_tokenizer.chat_template, load_hf=lambda: hf_tokenizer)
+    tells = _PAIRS in hf_tokenizer.model_input_names
+    return FastTokenizer(copy, named, hf_tokenizer.chat_template, load_hf=lambda: hf_tokenizer, tells_pairs=tells)
 
 
 def load_transformers_tokenizer(path: Path, mode: str, trust_remote_code: bool) -> Any:
@@ -150,6 +154,8 @@ def _load_light(path: Path, trust_remote_code: bool) -> Tokenizer | None:
     except Exception as error:  # the library raises plain Exception
         raise ValueError(f"{path / 'tokenizer.json'} is not a tokenizer that can be read: {error}") from error
     give_back_freed_memory()  # reading a large vocabulary takes several times its size
+    if str(name).removesuffix("Fast") in _BERT_CLASSES:
+        _set_normalizer(backend, settings)
     named = _named_special_tokens(settings)
     _add_tokens(backend, settings, named)
     return FastTokenizer(
@@ -157,7 +163,18 @@ def _load_light(path: Path, trust_remote_code: bool) -> Tokenizer | None:
         named,
         _read_chat_template(path, settings),
         load_hf=lambda: load_transformers_tokenizer(path, "auto", trust_remote_code),
+        tells_pairs=_PAIRS in (settings.get("model_input_names") or [_PAIRS]),
     )
+
+
+def _set_normalizer(backend: tokenizers.Tokenizer, settings: dict[str, Any]) -> None:
+    from tokenizers.normalizers import BertNormalizer
+
+    normalizer = backend.normalizer
+    if isinstance(normalizer, BertNormalizer):
+        normalizer.lowercase = settings.get("do_lower_case", True)
+        normalizer.strip_accents = settings.get("strip_accents")
+        normalizer.handle_chinese_chars = settings.get("tokenize_chinese_chars", True)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

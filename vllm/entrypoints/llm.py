@@ -407,6 +407,24 @@ class LLM:
         outputs = self._pool(as_list(prompts), params, use_tqdm, lora_request, prompt_adapter_request, options)
         return [ClassificationRequestOutput.from_base(output) for output in outputs]
 
+    def reward(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        /,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: ProgressBar = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        lora_request: list[LoRARequest] | LoRARequest | None = None,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+    ) -> list[PoolingRequestOutput[Any]]:
+        """What a reward model makes of each prompt, as a tensor. Arguments as for `encode`."""
+        self._require("reward", "Reward API is only enabled for `--task reward`")
+        options = _with_truncation(tokenization_kwargs, truncate_prompt_tokens)
+        params = pooling.params_for(pooling_params, "reward")
+        return self._pool(as_list(prompts), params, use_tqdm, lora_request, prompt_adapter_request, options)
+
     def score(
         self,
         text_1: PromptType | Sequence[PromptType],

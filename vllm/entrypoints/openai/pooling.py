@@ -178,7 +178,7 @@ def _cut(context: ServerContext, ids: list[int], kept: int | None) -> list[int]:
 
 async def embed(context: ServerContext, request: EmbeddingRequest, header_id: str | None) -> Answer:
     """POST /v1/embeddings."""
-    params = PoolingParams(dimensions=request.dimensions, task="embed")
+    params = PoolingParams(dimensions=request.dimensions, task="embed", use_activation=request.use_activation)
     params.verify(context.engine.vllm_config.model_config)
     work = await _begin(context, request, await _inputs(context, request), params, "embd", header_id)
 
@@ -212,6 +212,9 @@ async def pool(context: ServerContext, request: PoolingRequest, header_id: str |
 
 async def classify(context: ServerContext, request: ClassifyRequest, header_id: str | None) -> Answer:
     """POST /classify: the probability of each class, and the name of the likeliest."""
+    settings = context.engine.vllm_config.model_config.pooling
+    if settings is not None and settings.gives_many:
+        raise bad_request("This model has an answer for each token, not one for a prompt. Use /pooling.")
     params = PoolingParams(task="classify", use_activation=request.use_activation)
     work = await _begin(context, request, await _inputs(context, request), params, "classify", header_id)
     names = context.engine.vllm_config.model_config.hf.get("id2label", default={})
@@ -222,7 +225,7 @@ async def classify(context: ServerContext, request: ClassifyRequest, header_id: 
         for i, output in enumerate(outputs):
             found = output.outputs.array
             best = int(found.argmax())
-            label = names.get(str(best), names.get(best))
+            label = names.get(str(best), names.get(best, f"LABEL_{best}"))  # as transformers calls what has no name
             data.append({"index": i, "label": label, "probs": found.tolist(), "num_classes": len(found)})
         return work.body(data, _tokens_of(outputs))
 
@@ -250,7 +253,7 @@ async def _scores(
     settings = context.engine.vllm_config.model_config.pooling
     if processor.tokenizer is None:
         raise no_tokenizer()
-    params = PoolingParams(task="score")
+    params = PoolingParams(task="score", use_activation=request.use_activation)
     kept = _truncation(request)
     if settings is not None and settings.scores_pairs:
         size = sum(map(len, firsts)) * (len(seconds) if len(firsts) == 1 else 1) + sum(map(len, seconds))

@@ -390,6 +390,7 @@ class _Pooling(_Request):
     priority: int = 0
     truncate_prompt_tokens: int | None = None
     request_id: Annotated[str, Field(max_length=128)] | None = None
+    use_activation: bool | None = None
     additional_data: Any = None
     mm_processor_kwargs: Any = None
 
@@ -430,13 +431,10 @@ class PoolingRequest(EmbeddingRequest):
     """POST /pooling."""
 
     task: str | None = None
-    use_activation: bool | None = None
 
 
 class ClassifyRequest(_OfInputs):
     """POST /classify."""
-
-    use_activation: bool | None = None
 
 
 class ScoreRequest(_Pooling):

@@ -31,8 +31,10 @@ class DenseModule:
 
     @classmethod
     def read(cls, folder: Path) -> DenseModule:
-        """The layer that `folder`/config.json describes. Raises ValueError for an activation that is not known."""
+        """The layer that `folder`/config.json describes. Raises ValueError for what is not supported."""
         config = HFConfig(read_json_object(folder / "config.json"), folder)
+        if config.get_bool("use_residual", default=False):
+            raise ValueError(f"{config.file}: a dense layer beside a residual (use_residual=true) is not supported.")
         name = config.get_str("activation_function", default="torch.nn.modules.activation.Tanh")
         if name not in _ACTIVATIONS:
             raise ValueError(

@@ -304,12 +304,14 @@ def fill_from_checkpoint(
     scales = CheckpointScales()
     copy: _Stored | None = None
     head = None if model.pool is None else model.pool.spec
-    rows_of = "embed.weight" if spec.tied else "head.weight"  # which a pooling head's may be taken from
+    table = "embed" if spec.tied else "head"  # whose rows a pooling head's may be
     for name, tensor, file in tensors:
         if family.is_beyond(name, len(spec.blocks)):
             continue
-        if head is not None and head.token_rows and (family.resolve(name) or ("",))[0] == rows_of:
-            filler.fill("pool.0.weight", _token_rows(tensor, head))
+        if head is not None and head.token_rows:
+            read = None if quantized is None else quantized.reader_of_rows(name, table)
+            if read is not None or (family.resolve(name) or ("",))[0] == f"{table}.weight":
+                filler.fill("pool.0.weight", _token_rows(tensor, head, read or Tensor.float))
         if scales.take(name, tensor, file) or (quantized is not None and quantized.take(name, tensor, file)):
             continue
         found = family.resolve(name)
@@ -368,11 +370,11 @@ def _fill_one(filler: WeightFiller, spec: Decoder, stored: _Stored, target: str,
         raise ValueError(f"{file}: tensor {name!r}: {error}.") from None
 
 
-def _token_rows(tensor: Tensor, head: PoolHead) -> Tensor:
-    """The weight of a head that scores tokens, out of [vocabulary, hidden]."""
+def _token_rows(tensor: Tensor, head: PoolHead, read: Callable[[Tensor], Tensor]) -> Tensor:
+    """The weight of a head that scores tokens, out of [vocabulary, hidden], of whose rows `read` makes numbers."""
     if max(head.token_rows) >= len(tensor):
         raise ValueError(f"Token {max(head.token_rows)} scores prompts, but the model has {len(tensor)} tokens.")
-    rows = tensor[list(head.token_rows)].float()
+    rows = read(tensor[list(head.token_rows)])
     return rows[1:] - rows[:1] if head.difference else rows
 
 

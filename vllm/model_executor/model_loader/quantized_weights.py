@@ -98,8 +98,8 @@ class QuantizedCheckpoint:
         if resolved is None:
             return False
         container = resolved[0].removesuffix(".weight")
-        if container == "head" and self._spec.tied:
-            return True  # a copy of the embedding
+        if container == "head" and (self._spec.tied or self._family.pool is not None):
+            return True  # a copy of the embedding, or of no use to a model that pools
         if container == "embed" and self._ties_head:
             self._found.setdefault("head", _Module(module, file, resolved[1])).tensors[leaf] = tensor
         if self._is_elsewhere(resolved[0]):
@@ -113,6 +113,20 @@ class QuantizedCheckpoint:
             raise ValueError(f"{file}: the tensor {name!r} occurs twice.")
         found.tensors[leaf] = tensor
         return True
+
+    def reader_of_rows(self, name: str, table: str) -> Callable[[Tensor], Tensor] | None:
+        """What makes numbers of rows of a tensor; None unless `table` is stored in it, each row by itself."""
+        module, _, leaf = name.rpartition(".")
+        resolved = self._family.resolve(f"{module}.weight")
+        reader = self._quantization.reader_of(table, expert=False) if self._format.rows_apart else None
+        if reader is None or leaf not in self._format.leaves or resolved is None or resolved[0] != f"{table}.weight":
+            return None
+
+        def numbers(rows: Tensor) -> Tensor:
+            found = reader.read({leaf: rows}, len(rows), self._spec.hidden_size)
+            return found if isinstance(found, Tensor) else found.dequantize(torch.float32)
+
+        return numbers
 
     def finish(self, filler: WeightFiller, device: torch.device) -> tuple[int, list[str]]:
         """Fill the quantized layers and what else was stored quantized: (bytes, names of projections without tensors).

@@ -175,7 +175,7 @@ def _decoder_of(architecture: str) -> tuple[str, str] | None:
     """
     for end, (convert, _) in _CONVERTED.items():
         base = architecture.removesuffix(end)
-        for decoder in (f"{base}ForCausalLM", f"{base.removesuffix('Text')}ForCausalLM"):
+        for decoder in (f"{base}ForCausalLM", f"{base.removesuffix('Text')}ForCausalLM", f"{base}LMHeadModel"):
             if base != architecture and decoder in _FAMILIES:
                 return decoder, convert
     return None
