@@ -596,9 +596,18 @@ class AsyncLLMEngine:
         return found.hf_tokenizer
 
     @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The engine's own tokenizer, None if there is none; `get_tokenizer` gives the one of transformers."""
-        return self._tokenizer
+    def model_config(self) -> ModelConfig:
+        """What `get_model_config` gives, without waiting."""
+        return self.vllm_config.model_config
+
+    @property
+    def tokenizer(self) -> Any:
+        """The transformers tokenizer, with the interface of a group as well; None if there is none."""
+        from vllm.transformers_utils.tokenizer_group import TokenizerGroup, grouped
+
+        if self._tokenizer is None:
+            return None
+        return grouped(TokenizerGroup(self._tokenizer.hf_tokenizer, self.input_processor.tokenizer_of))
 
     @property
     def limit_concurrency(self) -> int | None:

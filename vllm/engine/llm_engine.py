@@ -381,7 +381,7 @@ class LLMEngine:
     # -- tokenizer -----------------------------------------------------------------------------------------------------
 
     @property
-    def tokenizer(self) -> Tokenizer:
+    def own_tokenizer(self) -> Tokenizer:
         """The engine's tokenizer; ValueError if there is none."""
         tokenizer = self.input_processor.tokenizer
         if tokenizer is None:
@@ -396,7 +396,14 @@ class LLMEngine:
         """The transformers tokenizer with the older interface around it."""
         from vllm.transformers_utils.tokenizer_group import TokenizerGroup
 
-        return TokenizerGroup(self.tokenizer.hf_tokenizer, self.input_processor.tokenizer_of)
+        return TokenizerGroup(self.own_tokenizer.hf_tokenizer, self.input_processor.tokenizer_of)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The transformers tokenizer, with the older interface as well."""
+        from vllm.transformers_utils.tokenizer_group import grouped
+
+        return grouped(self.get_tokenizer_group())
 
     def set_tokenizer(self, tokenizer: Any) -> None:
         """Use another tokenizer (a transformers object) from the next request on."""
