@@ -14,6 +14,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.inputs import PromptType, is_explicit_encoder_decoder_prompt
 from vllm.inputs.parse import parse_singleton_prompt
 from vllm.logger import init_logger
+from vllm.pooling_params import PoolingParams
 from vllm.validation import show
 
 logger = init_logger(__name__)
@@ -176,6 +177,16 @@ def tokenization_options(given: Mapping[str, Any] | None, pools: bool = False) -
             "There are add_special_tokens and truncate_prompt_tokens."
         )
     return special, truncate
+
+
+def with_options(params: Any, given: Mapping[str, Any] | None) -> tuple[Any, bool]:
+    """Parameters of a request with the truncation of tokenization_kwargs, and its `add_special_tokens`."""
+    special, truncate = tokenization_options(given, pools=isinstance(params, PoolingParams))
+    if truncate is not None:
+        params = params.clone()
+        params.truncate_prompt_tokens = truncate
+        params.__post_init__()
+    return params, special
 
 
 def first_step(requests: Sequence[RequestInput], max_tokens: int, max_requests: int, block_size: int) -> int:
