@@ -17,6 +17,7 @@ from collections import deque
 import numpy as np
 import pytest
 import torch
+from transformers import BatchEncoding
 
 from tests.tiny_llama import MAX_MODEL_LEN, assert_idle, make_llm
 from vllm import LLM, SamplingParams
@@ -867,9 +868,12 @@ def test_validation_errors_name_the_parameter(llm):
 
 @pytest.mark.parametrize(
     "convert",
-    [list, tuple, np.array, torch.tensor, lambda ids: [np.int64(i) for i in ids]],
-    ids=["list", "tuple", "numpy", "torch", "numpy integers"],
-)
+    [
+        list, tuple, np.array, torch.tensor, lambda ids: [np.int64(i) for i in ids],
+        lambda ids: BatchEncoding({"input_ids": ids, "attention_mask": [1] * len(ids)}),
+    ],
+    ids=["list", "tuple", "numpy", "torch", "numpy integers", "encoding"],
+)  # fmt: skip
 def test_token_ids_in_any_container(llm, convert):
     ids = llm.get_tokenizer().encode("The capital of France is")
     (expected,) = llm.generate("The capital of France is", GREEDY, use_tqdm=False)

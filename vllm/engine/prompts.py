@@ -83,7 +83,11 @@ def parse(prompt: PromptType, pools: bool) -> Parsed:
 
 
 def listed(value: Any) -> Any:
-    """The list that an array of numpy, torch or pandas holds; anything else as it is."""
+    """The list that an array of numpy, torch or pandas holds, or the ids that a tokenizer of transformers has returned
+    (`apply_chat_template` returns an encoding, where it returned a list); anything else as it is.
+    """
+    if isinstance(value, Mapping) and "input_ids" in value:
+        value = value["input_ids"]
     return value.tolist() if hasattr(value, "tolist") else value
 
 
