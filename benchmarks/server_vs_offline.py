@@ -150,7 +150,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                 pieces = max(1, args.min_requests // requests) if number else 1
                 samples = [
                     random_samples(
-                        engine.tokenizer,
+                        engine.own_tokenizer,
                         requests,
                         args.input_len,
                         args.output_len,

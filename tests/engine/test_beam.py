@@ -93,11 +93,11 @@ def test_end_of_sequence_token_is_in_the_tokens_of_beams_but_not_in_their_text(
     (folder / "generation_config.json").write_text("{}")
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     with make_llm(folder, skip_tokenizer_init=False) as llm:
-        settings["eos_token"] = llm.llm_engine.tokenizer.id_to_token(likely_end[0])
+        settings["eos_token"] = llm.llm_engine.own_tokenizer.id_to_token(likely_end[0])
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     expected = oracle(hf_model, PROMPT, 3, 8, ends={likely_end[0]})
     with make_llm(folder) as llm:
-        assert llm.llm_engine.tokenizer.eos_token_id == likely_end[0]
+        assert llm.llm_engine.own_tokenizer.eos_token_id == likely_end[0]
         for include in (False, True):
             params = BeamSearchParams(beam_width=3, max_tokens=8, include_stop_str_in_output=include)
             (found,) = llm.beam_search([{"prompt_token_ids": PROMPT}], params)
@@ -106,7 +106,7 @@ def test_end_of_sequence_token_is_in_the_tokens_of_beams_but_not_in_their_text(
             assert [s.tokens[len(PROMPT) :] for s in found.sequences] == [t for t, _, _ in expected]
             for sequence, (tokens, _, _) in zip(found.sequences, expected, strict=True):
                 shown = tokens[:-1] if tokens[-1] == likely_end[0] and not include else tokens
-                assert sequence.text == llm.llm_engine.tokenizer.decode(PROMPT + shown)
+                assert sequence.text == llm.llm_engine.own_tokenizer.decode(PROMPT + shown)
 
 
 def test_temperature_scales_the_distribution(llm, hf_model):

@@ -25,7 +25,7 @@ WIDTH = 403
 
 @pytest.fixture
 def processor(llm) -> InputProcessor:
-    return InputProcessor(llm.llm_engine.vllm_config, llm.llm_engine.tokenizer)
+    return InputProcessor(llm.llm_engine.vllm_config, llm.llm_engine.own_tokenizer)
 
 
 def test_everything_is_resolved(processor):
@@ -81,7 +81,7 @@ def test_parameters_that_are_given_away_are_used_as_they_are(processor):
 def test_ends_that_the_model_cannot_produce_are_left_out(llm):
     config = llm.llm_engine.vllm_config
     model = dataclasses.replace(config.model_config, generation_config={"eos_token_id": [-1, 3, WIDTH]})
-    processor = InputProcessor(dataclasses.replace(config, model_config=model), llm.llm_engine.tokenizer)
+    processor = InputProcessor(dataclasses.replace(config, model_config=model), llm.llm_engine.own_tokenizer)
     (child,) = processor.process(RequestInput("r", "The fox", SamplingParams())).children
     assert child.stop_token_ids == (1, 3)
 
@@ -112,7 +112,7 @@ def test_fan_out(processor):
 
 def test_seeds_of_unseeded_requests_come_from_the_engines(llm):
     def seeds(count: int) -> list[int]:
-        processor = InputProcessor(llm.llm_engine.vllm_config, llm.llm_engine.tokenizer)
+        processor = InputProcessor(llm.llm_engine.vllm_config, llm.llm_engine.own_tokenizer)
         batch = [RequestInput(str(i), "a", SamplingParams()) for i in range(count)]
         with pytest.raises(ValueError):
             processor.process_batch([*batch, RequestInput("bad", "", SamplingParams())])
@@ -133,7 +133,7 @@ def test_two_spellings_of_a_beam_search(processor):
 
 def test_texts_are_tokenized_with_or_without_special_tokens(processor, llm):
     def ids(text: str) -> list[int]:
-        return llm.llm_engine.tokenizer.encode(text, add_special_tokens=False)
+        return llm.llm_engine.own_tokenizer.encode(text, add_special_tokens=False)
 
     batch = [
         RequestInput(str(i), text, SamplingParams(), add_special_tokens=bool(i % 2)) for i, text in enumerate("abcd")

@@ -150,6 +150,17 @@ def test_aborted_beam_search_frees_every_beam(llm, engine):
     assert_idle(llm)
 
 
+def test_a_request_says_how_it_is_tokenized(llm, engine):
+    options = {"truncate_prompt_tokens": 2, "add_special_tokens": False}
+    (expected,) = llm.generate("def f(x):", GREEDY, tokenization_kwargs=options, use_tqdm=False)
+    engine.add_request("cut", "def f(x):", GREEDY, tokenization_kwargs=options)
+    found = finish(engine)["cut"]
+    assert found.prompt_token_ids == expected.prompt_token_ids and len(found.prompt_token_ids) == 2
+    assert found.outputs[0].token_ids == expected.outputs[0].token_ids and GREEDY.truncate_prompt_tokens is None
+    with pytest.raises(ValueError, match="Unknown tokenization_kwargs: padding"):
+        engine.add_request("odd", "x", GREEDY, tokenization_kwargs={"padding": True})
+
+
 def test_configs_and_tokenizer(engine):
     assert isinstance(engine.get_vllm_config(), VllmConfig)
     assert isinstance(engine.get_model_config(), ModelConfig)

@@ -17,6 +17,7 @@ from collections import deque
 import numpy as np
 import pytest
 import torch
+from transformers import BatchEncoding
 
 from tests.tiny_llama import MAX_MODEL_LEN, assert_idle, make_llm
 from vllm import LLM, SamplingParams
@@ -222,7 +223,7 @@ def test_longest_prompt_is_accepted(llm):
 
 
 def test_text_that_is_far_too_long_is_refused_without_tokenizing_it(llm, monkeypatch):
-    tokenizer = llm.llm_engine.tokenizer
+    tokenizer = llm.llm_engine.own_tokenizer
     monkeypatch.setattr(tokenizer, "encode", lambda *a: pytest.fail("tokenized"))
     with pytest.raises(ValueError, match=r"\(length \d+ or more\) is longer than the maximum model length of 96\."):
         llm.generate("x" * 1_000_000, GREEDY, use_tqdm=False)
@@ -330,7 +331,7 @@ def test_logprobs_follow_the_contract(llm, hf_model):
         assert list(entry) == [token, *[t for t in top if t != token]]
         for t, logprob in entry.items():
             assert logprob.logprob == pytest.approx(float(row[t]), abs=1e-4)
-            assert logprob.decoded_token == llm.llm_engine.tokenizer.token_text(t)
+            assert logprob.decoded_token == llm.llm_engine.own_tokenizer.token_text(t)
         assert [entry[t].rank for t in top] == list(range(1, k + 1))
     total = sum(entry[token].logprob for entry, token in zip(completion.logprobs, completion.token_ids, strict=True))
     assert completion.cumulative_logprob == pytest.approx(total)
@@ -867,9 +868,12 @@ def test_validation_errors_name_the_parameter(llm):
 
 @pytest.mark.parametrize(
     "convert",
-    [list, tuple, np.array, torch.tensor, lambda ids: [np.int64(i) for i in ids]],
-    ids=["list", "tuple", "numpy", "torch", "numpy integers"],
-)
+    [
+        list, tuple, np.array, torch.tensor, lambda ids: [np.int64(i) for i in ids],
+        lambda ids: BatchEncoding({"input_ids": ids, "attention_mask": [1] * len(ids)}),
+    ],
+    ids=["list", "tuple", "numpy", "torch", "numpy integers", "encoding"],
+)  # fmt: skip
 def test_token_ids_in_any_container(llm, convert):
     ids = llm.get_tokenizer().encode("The capital of France is")
     (expected,) = llm.generate("The capital of France is", GREEDY, use_tqdm=False)
@@ -898,7 +902,9 @@ def test_arrays_hold_several_prompts(llm):
 def test_what_older_and_newer_programs_look_up(llm):
     engine = llm.llm_engine
     assert llm.model_config is engine.model_config and llm.supported_tasks == ("generate",)
-    assert engine.tokenizer.tokenizer is llm.get_tokenizer()
+    tokenizer = llm.get_tokenizer()  # the other is one of transformers and a group of tokenizers
+    assert isinstance(engine.tokenizer, type(tokenizer)) and engine.tokenizer("it's") == tokenizer("it's")
+    assert engine.tokenizer.tokenizer is engine.tokenizer.get_lora_tokenizer() is tokenizer
     assert engine.cache_config.num_gpu_blocks == engine.core.describe()["num_blocks"]
     assert engine.cache_config.num_cpu_blocks == 0
     assert engine.device_config.device_type == "cpu"
@@ -921,7 +927,7 @@ def test_older_arguments_are_deprecated_within_a_block(llm, monkeypatch):
 
 
 def test_chats_that_the_tokenizer_writes_are_not_tokenized_again(llm, monkeypatch):
-    tokenizer = llm.llm_engine.tokenizer
+    tokenizer = llm.llm_engine.own_tokenizer
     monkeypatch.setattr(tokenizer, "writes_chats", True)
     monkeypatch.setattr(tokenizer, "chat", lambda *arguments: ("some text", [5, 6, 7]), raising=False)
     (output,) = llm.chat([{"role": "user", "content": "hi"}], GREEDY, use_tqdm=False)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import signal
 
 import httpx
 import pytest
@@ -12,6 +14,7 @@ from tests.tiny_llama import model_folder  # noqa: F401 - fixture
 from vllm import AsyncEngineArgs, SamplingParams, TokensPrompt
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.chat_utils import apply_hf_chat_template, parse_chat_messages
+from vllm.entrypoints.launcher import serve_http
 from vllm.entrypoints.logger import RequestLogger
 from vllm.entrypoints.openai import api_server
 from vllm.entrypoints.openai.cli_args import make_arg_parser
@@ -109,6 +112,41 @@ async def test_an_application_and_its_objects_answer_alike(model_folder, caplog)
         ]:
             with pytest.raises(error, match=words):
                 make()
+
+
+@pytest.mark.parametrize("end", ["signal", "cancel"])
+async def test_an_application_with_layers_of_somebody_elses_is_served(end, model_folder):  # noqa: F811
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(
+        ["--model", str(model_folder), "--served-model-name", "tiny", "--disable-frontend-multiprocessing"]
+    )
+    listener = api_server.create_server_socket(("127.0.0.1", 0))
+    async with api_server.build_async_engine_client(args) as engine:
+        app = api_server.build_app(args)
+
+        @app.middleware("http")
+        async def mark(request, call_next):
+            response = await call_next(request)
+            response.headers["x-mark"] = "seen"
+            return response
+
+        @app.get("/mine")
+        async def mine() -> dict[str, int]:
+            return {"answer": 42}
+
+        await api_server.init_app_state(engine, engine.vllm_config, app.state, args)
+        serving = asyncio.ensure_future(serve_http(app, sock=listener, log_level="warning", timeout_keep_alive=5))
+        url = api_server.url_of(listener, tls=False)
+        async with httpx.AsyncClient(base_url=url, transport=httpx.AsyncHTTPTransport(retries=5)) as client:
+            answer = await client.post("/v1/completions", json={**GREEDY, "prompt": "Hello"})
+            assert answer.json()["usage"]["completion_tokens"] == 5 and answer.headers["x-mark"] == "seen"
+            assert (await client.get("/mine")).json() == {"answer": 42}
+        if end == "signal":
+            signal.raise_signal(signal.SIGTERM)
+        else:
+            serving.cancel()
+        await (await serving)
+        with pytest.raises(httpx.ConnectError):
+            await httpx.AsyncClient(base_url=url).get("/mine")
 
 
 async def test_an_engine_lives_as_long_as_its_block(model_folder):  # noqa: F811

@@ -17,6 +17,7 @@ from tests.models.harness import PagedDriver, load, relative_error, save_random_
 from tests.models.test_against_hugging_face import CASES
 from vllm import ModelRegistry
 from vllm.model_executor.models import architecture_modules
+from vllm.model_executor.models.utils import AutoWeightsLoader
 
 from vllm.model_executor.models.llama import LlamaForCausalLM, MistralForCausalLM  # isort: skip
 
@@ -74,6 +75,18 @@ def test_what_is_not_there_says_what_is() -> None:
         importlib.import_module(f"{PACKAGE}.llama").LlamaMLP  # noqa: B018
 
 
+class Layers(LlamaForCausalLM):
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        assert len(self.model.blocks) == self.config.num_hidden_layers
+        self.model.layers  # noqa: B018
+
+
+def test_layers_of_other_names_are_told_of(llama: tuple[Path, nn.Module]) -> None:
+    with pytest.raises(AttributeError, match="'DecoderModel' object has no attribute 'layers'"):
+        logits(llama[0], Layers)
+
+
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 def test_the_class_itself_is_the_family(load_format: str, llama: tuple[Path, nn.Module]) -> None:
     folder, _ = llama
@@ -115,6 +128,28 @@ class NewStyle(LlamaForCausalLM):
         return super().load_weights([*renamed, ("shift", torch.ones(self.config.hidden_size))])
 
 
+class AsVllm(LlamaForCausalLM):
+    """Its methods have the bodies that those of vLLM's class have."""
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, intermediate_tensors: Any = None, inputs_embeds: Any = None
+    ) -> Tensor:
+        embeds = self.get_input_embeddings(input_ids)
+        plain: Tensor = self.model(input_ids, positions, intermediate_tensors, inputs_embeds)
+        given = self.model(input_ids=None, positions=positions, inputs_embeds=embeds)
+        assert relative_error(given, plain) < 1e-5
+        assert relative_error(self.model(None, positions, None, 2.0 * embeds), plain) > 1e-3
+        assert torch.equal(self.get_input_embeddings(input_ids), embeds)
+        return self.model(input_ids, positions, intermediate_tensors, inputs_embeds)
+
+    def compute_logits(self, hidden_states: Tensor, sampling_metadata: Any = None) -> Tensor:
+        return self.logits_processor(self.lm_head, hidden_states, sampling_metadata)
+
+    def load_weights(self, weights: Any) -> set[str]:
+        loader = AutoWeightsLoader(self, skip_prefixes=["other."])
+        return loader.load_weights([*weights, ("other.weight", torch.ones(1))])
+
+
 class OtherConfig(LlamaForCausalLM):
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         vllm_config.model_config.hf_config.rms_norm_eps = 0.5
@@ -134,6 +169,7 @@ def test_what_a_derived_class_overrides_shows(llama: tuple[Path, nn.Module]) -> 
         shifted = reference.lm_head(hidden)
     assert relative_error(logits(folder, OldStyle), 2.0 * expected) < 1e-5
     assert relative_error(logits(folder, NewStyle), shifted) < 1e-5
+    assert relative_error(logits(folder, AsVllm), expected) < 1e-5
     reference.config.rms_norm_eps = 0.5
     for module in reference.modules():
         if hasattr(module, "variance_epsilon"):

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 
 import pytest
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from tests.server.engines import (
     OPTIONS,
@@ -504,9 +505,16 @@ async def test_older_keywords_of_generate_are_taken(model_folder, offline, caplo
             stream = engine.generate(inputs=PROMPTS[0], sampling_params=greedy(), request_id="a", trace_headers=headers)
             last = [output async for output in stream][-1]
             assert last.outputs[0].text == offline[PROMPTS[0]]
+            cut = {"truncate_prompt_tokens": 2}
+            stream = engine.generate(PROMPTS[0], greedy(), "c", tokenization_kwargs=cut)
+            assert [len(output.prompt_token_ids) async for output in stream][-1] == 2
+            stream = await engine.add_request("d", PROMPTS[0], greedy(), tokenization_kwargs=cut)
+            assert [len(output.prompt_token_ids) async for output in stream][-1] == 2
             with pytest.raises(TypeError, match="needs a prompt"):
                 await anext(engine.generate(sampling_params=greedy(), request_id="b"))
-            assert engine.tokenizer is engine.input_processor.tokenizer
+            assert engine.model_config is await engine.get_model_config()
+            assert isinstance(engine.tokenizer, PreTrainedTokenizerBase)
+            assert engine.tokenizer.get_lora_tokenizer() is await engine.get_tokenizer()
             assert isinstance(engine, EngineClient)
     finally:
         logger.removeHandler(caplog.handler)

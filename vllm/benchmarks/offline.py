@@ -104,7 +104,7 @@ def _measure(kind: str, args: argparse.Namespace) -> int:
 
 def _samples(kind: str, args: argparse.Namespace, llm: LLM) -> list[Sample]:
     """The prompts and their numbers of tokens. Raises ValueError for lengths that the model does not have."""
-    tokenizer, longest = llm.llm_engine.tokenizer, llm.model_config.max_model_len
+    tokenizer, longest = llm.llm_engine.own_tokenizer, llm.model_config.max_model_len
     count = args.batch_size if kind == "latency" else args.num_prompts
     if kind == "throughput" and args.dataset is not None:
         return sharegpt_samples(tokenizer, args.dataset, count, args.output_len, 0, min(LONGEST, longest))

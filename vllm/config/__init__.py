@@ -10,7 +10,7 @@ from vllm.config.fields import UnsupportedSettingError
 from vllm.config.hf import HFConfig
 from vllm.config.load import LoadConfig
 from vllm.config.lora import LoRAConfig, PromptAdapterConfig
-from vllm.config.model import ModelConfig
+from vllm.config.model import ConfigFormat, HfOverrides, ModelConfig, ModelDType, TaskOption, TokenizerMode
 from vllm.config.multimodal import MultiModalConfig
 from vllm.config.observability import ObservabilityConfig
 from vllm.config.parallel import ParallelConfig
@@ -22,12 +22,15 @@ from vllm.config.vllm_config import VllmConfig
 __all__ = [
     "CacheConfig",
     "CompilationConfig",
+    "ConfigFormat",
     "DecodingConfig",
     "DeviceConfig",
     "HFConfig",
+    "HfOverrides",
     "LoRAConfig",
     "LoadConfig",
     "ModelConfig",
+    "ModelDType",
     "MultiModalConfig",
     "ObservabilityConfig",
     "ParallelConfig",
@@ -35,6 +38,8 @@ __all__ = [
     "PromptAdapterConfig",
     "SchedulerConfig",
     "SpeculativeConfig",
+    "TaskOption",
+    "TokenizerMode",
     "UnsupportedSettingError",
     "VllmConfig",
 ]

@@ -29,6 +29,9 @@ QUANTIZATIONS = (
 )  # fmt: skip
 DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 TOKENIZER_MODES = ("auto", "slow", "mistral", "custom")
+# Types of settings, for programs with arguments like those of `LLM`.
+ConfigFormat = ModelDType = QuantizationMethods = TaskOption = TokenizerMode = str
+HfOverrides = dict[str, Any] | Callable[[Any], Any]
 logger = init_logger(__name__)
 
 ATTENTION_BACKENDS = ("TORCH_SDPA", "TRITON_ATTN", "TRITON", "FLASH_ATTN", "FLASHINFER", "XFORMERS", "ROCM_FLASH")

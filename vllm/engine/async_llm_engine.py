@@ -16,7 +16,7 @@ from vllm.engine.metrics import StatLoggers
 from vllm.engine.output_processor import OutputProcessor
 from vllm.engine.preparation import Preparation
 from vllm.engine.processed import CheckedParams, RequestInput
-from vllm.engine.prompts import tokenization_options
+from vllm.engine.prompts import with_options
 from vllm.engine.request_stream import RequestStream
 from vllm.engine.texts import Lanes
 from vllm.engine.traffic import Traffic
@@ -342,15 +342,19 @@ class AsyncLLMEngine:
         priority: int = 0,
         *,
         inputs: PromptType | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Queue a request and return the generator of its outputs. `inputs` is an older name of `prompt`."""
+        """Queue a request and return the generator of its outputs. The arguments are those of `generate`."""
         if inputs is not None:
             prompt = inputs
         if prompt is None or params is None:
             raise ValueError("A request needs a prompt and sampling parameters.")
         _ignore_tracing(request_id, trace_headers)
+        params, special = with_options(params, tokenization_kwargs)
         stream = await self._begin(
-            RequestInput(request_id, prompt, params, arrival_time, lora_request, prompt_adapter_request, priority)
+            RequestInput(
+                request_id, prompt, params, arrival_time, lora_request, prompt_adapter_request, priority, special
+            )
         )
         return stream.outputs()
 
@@ -367,9 +371,10 @@ class AsyncLLMEngine:
         inputs: PromptType | None = None,
         arrival_time: float | None = None,
         timeout: float | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of one request as they come. Leaving the generator aborts the request. `inputs` is an older name of
-        `prompt`.
+        `prompt`; tokenization_kwargs are `add_special_tokens` and `truncate_prompt_tokens`.
 
         Raises ValueError or TypeError for a request that is not in order, QueueOverflowError when the queue is full,
         RetryableRequestError if its grammar had to wait too long, TimeoutError `timeout` seconds after the start,
@@ -379,12 +384,11 @@ class AsyncLLMEngine:
         if prompt is None or sampling_params is None or request_id is None:
             raise TypeError("generate() needs a prompt, sampling_params and a request_id.")
         _ignore_tracing(request_id, trace_headers)
-        stream = await self._open(
-            RequestInput(
-                request_id, prompt, sampling_params, arrival_time, lora_request, prompt_adapter_request, priority
-            ),
-            timeout,
+        params, special = with_options(sampling_params, tokenization_kwargs)
+        request = RequestInput(
+            request_id, prompt, params, arrival_time, lora_request, prompt_adapter_request, priority, special
         )
+        stream = await self._open(request, timeout)
         try:
             async for output in stream.outputs():
                 yield output
@@ -459,12 +463,9 @@ class AsyncLLMEngine:
         if prompt is None or pooling_params is None or request_id is None:
             raise TypeError("encode() needs a prompt, pooling_params and a request_id.")
         _ignore_tracing(request_id, trace_headers)
-        special, truncate = tokenization_options(tokenization_kwargs, pools=True)
-        truncate = truncate if truncate_prompt_tokens is None else truncate_prompt_tokens
-        if truncate is not None:
-            pooling_params = pooling_params.clone()
-            pooling_params.truncate_prompt_tokens = truncate
-            pooling_params.__post_init__()
+        if truncate_prompt_tokens is not None:
+            tokenization_kwargs = {**(tokenization_kwargs or {}), "truncate_prompt_tokens": truncate_prompt_tokens}
+        pooling_params, special = with_options(pooling_params, tokenization_kwargs)
         stream = await self._open(
             RequestInput(request_id, prompt, pooling_params, None, lora_request, None, priority, special), timeout
         )
@@ -596,9 +597,18 @@ class AsyncLLMEngine:
         return found.hf_tokenizer
 
     @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The engine's own tokenizer, None if there is none; `get_tokenizer` gives the one of transformers."""
-        return self._tokenizer
+    def model_config(self) -> ModelConfig:
+        """What `get_model_config` gives, without waiting."""
+        return self.vllm_config.model_config
+
+    @property
+    def tokenizer(self) -> Any:
+        """The transformers tokenizer, with the interface of a group as well; None if there is none."""
+        from vllm.transformers_utils.tokenizer_group import TokenizerGroup, grouped
+
+        if self._tokenizer is None:
+            return None
+        return grouped(TokenizerGroup(self._tokenizer.hf_tokenizer, self.input_processor.tokenizer_of))
 
     @property
     def limit_concurrency(self) -> int | None:

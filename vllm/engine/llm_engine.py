@@ -32,7 +32,7 @@ from vllm.engine.joint_core import core_for
 from vllm.engine.metrics import StatLoggers
 from vllm.engine.output_processor import AnyOutput, OutputProcessor
 from vllm.engine.processed import ProcessedRequest, RequestInput, packs
-from vllm.engine.prompts import first_step
+from vllm.engine.prompts import first_step, with_options
 from vllm.engine.tokenizer import Tokenizer
 from vllm.engine.tokenizer_files import from_transformers, load_tokenizer
 from vllm.exceptions import EngineDeadError
@@ -158,8 +158,11 @@ class LLMEngine:
         priority: int = 0,
         *,
         inputs: PromptType | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         """Queue a request; `step` will run it. `inputs` is the older name of `prompt`.
+
+        tokenization_kwargs: `add_special_tokens`, `truncate_prompt_tokens`.
 
         Raises ValueError or TypeError, with nothing changed, if anything about the request is wrong.
         """
@@ -169,8 +172,13 @@ class LLMEngine:
             raise ValueError("Both prompt and params must be provided.")
         if trace_headers:
             logger.warning("Tracing is not enabled: the trace headers of request %s are not used.", request_id)
+        params, special = with_options(params, tokenization_kwargs)
         self.add_requests(
-            [RequestInput(request_id, prompt, params, arrival_time, lora_request, prompt_adapter_request, priority)]
+            [
+                RequestInput(
+                    request_id, prompt, params, arrival_time, lora_request, prompt_adapter_request, priority, special
+                )
+            ]
         )
 
     def add_requests(self, requests: Sequence[RequestInput]) -> None:
@@ -381,7 +389,7 @@ class LLMEngine:
     # -- tokenizer -----------------------------------------------------------------------------------------------------
 
     @property
-    def tokenizer(self) -> Tokenizer:
+    def own_tokenizer(self) -> Tokenizer:
         """The engine's tokenizer; ValueError if there is none."""
         tokenizer = self.input_processor.tokenizer
         if tokenizer is None:
@@ -396,7 +404,14 @@ class LLMEngine:
         """The transformers tokenizer with the older interface around it."""
         from vllm.transformers_utils.tokenizer_group import TokenizerGroup
 
-        return TokenizerGroup(self.tokenizer.hf_tokenizer, self.input_processor.tokenizer_of)
+        return TokenizerGroup(self.own_tokenizer.hf_tokenizer, self.input_processor.tokenizer_of)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The transformers tokenizer, with the older interface as well."""
+        from vllm.transformers_utils.tokenizer_group import grouped
+
+        return grouped(self.get_tokenizer_group())
 
     def set_tokenizer(self, tokenizer: Any) -> None:
         """Use another tokenizer (a transformers object) from the next request on."""

@@ -14,6 +14,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.inputs import PromptType, is_explicit_encoder_decoder_prompt
 from vllm.inputs.parse import parse_singleton_prompt
 from vllm.logger import init_logger
+from vllm.pooling_params import PoolingParams
 from vllm.validation import show
 
 logger = init_logger(__name__)
@@ -82,7 +83,11 @@ def parse(prompt: PromptType, pools: bool) -> Parsed:
 
 
 def listed(value: Any) -> Any:
-    """The list that an array of numpy, torch or pandas holds; anything else as it is."""
+    """The list that an array of numpy, torch or pandas holds, or the ids that a tokenizer of transformers has returned
+    (`apply_chat_template` returns an encoding, where it returned a list); anything else as it is.
+    """
+    if isinstance(value, Mapping) and "input_ids" in value:
+        value = value["input_ids"]
     return value.tolist() if hasattr(value, "tolist") else value
 
 
@@ -176,6 +181,16 @@ def tokenization_options(given: Mapping[str, Any] | None, pools: bool = False) -
             "There are add_special_tokens and truncate_prompt_tokens."
         )
     return special, truncate
+
+
+def with_options(params: Any, given: Mapping[str, Any] | None) -> tuple[Any, bool]:
+    """Parameters of a request with the truncation of tokenization_kwargs, and its `add_special_tokens`."""
+    special, truncate = tokenization_options(given, pools=isinstance(params, PoolingParams))
+    if truncate is not None:
+        params = params.clone()
+        params.truncate_prompt_tokens = truncate
+        params.__post_init__()
+    return params, special
 
 
 def first_step(requests: Sequence[RequestInput], max_tokens: int, max_requests: int, block_size: int) -> int:

@@ -68,11 +68,6 @@ class Tokenizer(ABC):
     def hf_tokenizer(self) -> Any:
         """The transformers tokenizer of the same files, loaded when somebody asks for it."""
 
-    @property
-    def tokenizer(self) -> Any:
-        """The same, where older programs look for it: `llm.llm_engine.tokenizer.tokenizer`."""
-        return self.hf_tokenizer
-
     @abstractmethod
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 

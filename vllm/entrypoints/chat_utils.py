@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 ContentFormat = Literal["string", "openai"]
 ContentFormatOption = Literal["auto", "string", "openai"]
+ChatTemplateContentFormatOption = ContentFormatOption
 CONTENT_FORMATS = ("auto", "string", "openai")
 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}

@@ -675,7 +675,7 @@ class LLM:
         check_chat_options(tools, chat_template_kwargs)
         add_special_tokens = (tokenization_kwargs or {}).get("add_special_tokens", False)
         several = isinstance(messages, Sequence) and bool(messages) and isinstance(messages[0], (list, tuple))
-        tokenizer = self.llm_engine.tokenizer
+        tokenizer = self.llm_engine.own_tokenizer
         parser = self.llm_engine.vllm_config.decoding_config.reasoning_backend
         think = think_format(parser) if parser else None
         prompts: list[Any] = []

@@ -86,12 +86,20 @@ class HttpMetrics:
 
 
 class HttpMetricsMiddleware:
-    """The outermost layer: what is refused further in is counted, too. state: of the application within."""
+    """The outermost layer: what is refused further in is counted, too.
 
-    def __init__(self, app: Callable[..., Awaitable[None]], metrics: HttpMetrics, state: Any = None) -> None:
-        self.state = state
+    application: the one within, of which this has all that it has itself not: `state`, `include_router`, `middleware`.
+    """
+
+    def __init__(self, app: Callable[..., Awaitable[None]], metrics: HttpMetrics, application: Any = None) -> None:
+        self._application = application
         self._app = app
         self._metrics = metrics
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_application":  # of a copy that is being made
+            raise AttributeError(name)
+        return getattr(self._application, name)
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -40,3 +42,32 @@ class TokenizerGroup:
 
     async def get_lora_tokenizer_async(self, lora_request: LoRARequest | None = None) -> Any:
         return self.get_lora_tokenizer(lora_request)
+
+
+class _Grouped:
+    """What a group has, for a class of tokenizers."""
+
+    _group: TokenizerGroup
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._group.tokenizer
+
+    def get_lora_tokenizer(self, lora_request: LoRARequest | None = None) -> Any:
+        return self._group.get_lora_tokenizer(lora_request)
+
+    async def get_lora_tokenizer_async(self, lora_request: LoRARequest | None = None) -> Any:
+        return self._group.get_lora_tokenizer(lora_request)
+
+
+@cache
+def _grouped(of: type) -> type:
+    return type(of.__name__, (_Grouped, of), {})
+
+
+def grouped(group: TokenizerGroup) -> Any:
+    """A copy of the group's tokenizer that answers as a group, too: `engine.tokenizer` was the one, then the other."""
+    both, kind = copy.copy(group.tokenizer), group.tokenizer.__class__
+    both.__class__ = _grouped(kind)
+    both._group = group
+    return both

@@ -63,7 +63,7 @@ CSP = (
 
 def build_app(args: argparse.Namespace, engine: AsyncLLMEngine | None = None) -> App:
     """The application with all its layers, around a running engine. Without one, `init_app_state` with the result's
-    `state` has to follow before the first request.
+    `state` has to follow before the first request. Programs may add routes and middleware to it, as to FastAPI's.
     """
     from fastapi import FastAPI
 
@@ -139,7 +139,7 @@ def add_layers(application: FastAPI, args: argparse.Namespace, router: APIRouter
         allow_headers=args.allowed_headers,
     )
     application.state.http_metrics = HttpMetrics()
-    return HttpMetricsMiddleware(app, metrics=application.state.http_metrics, state=application.state)
+    return HttpMetricsMiddleware(app, metrics=application.state.http_metrics, application=application)
 
 
 def keys_of(args: argparse.Namespace) -> list[str]:
@@ -486,6 +486,11 @@ def bind(args: argparse.Namespace, shared_port: int | None = None) -> socket.soc
     return listener
 
 
+def create_server_socket(addr: tuple[str, int]) -> socket.socket:
+    """`bind` for programs that give a host, which may be empty, and a port."""
+    return bind(argparse.Namespace(host=addr[0], port=addr[1]))
+
+
 def several(listener: socket.socket) -> list[socket.socket]:
     """The listener as `ACCEPTED_PER_TURN` sockets, itself and copies."""
     return [listener, *(listener.dup() for _ in range(ACCEPTED_PER_TURN - 1))]
@@ -627,7 +632,7 @@ async def serve_engine(
     _answer_others(front_ends, engine, app.state)  # type: ignore[attr-defined]
     server = uvicorn.Server(uvicorn_config(app, args))
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
-    server.capture_signals = _no_signals  # type: ignore[method-assign, assignment]
+    server.capture_signals = without_signals  # type: ignore[method-assign, assignment]
     return await _serve(args, server, engine, listener, front_ends)
 
 
@@ -645,7 +650,8 @@ def _answer_others(front_ends: FrontEnds, engine: AsyncLLMEngine, state: Any) ->
     state.context.front_ends = front_ends
 
 
-def _no_signals() -> Any:
+def without_signals() -> Any:
+    """In place of uvicorn's own handlers."""
     import contextlib
 
     return contextlib.nullcontext()
@@ -695,7 +701,7 @@ async def _serve(
     serving = asyncio.ensure_future(server.serve(sockets=several(listener)))
     while not (server.started or serving.done()):
         await asyncio.sleep(0.005)
-    watching = asyncio.ensure_future(_watch(engine))
+    watching = asyncio.ensure_future(engine_death(engine))
     stopping = asyncio.ensure_future(stop.wait())
     losing = asyncio.ensure_future(front_ends.lost())
     ready = asyncio.ensure_future(front_ends.serving())
@@ -752,7 +758,7 @@ def _greet_first(loop: asyncio.AbstractEventLoop, server: Any, seconds: float) -
     loop.create_server = create_server  # type: ignore[method-assign, assignment]
 
 
-async def _watch(engine: AsyncLLMEngine) -> None:
+async def engine_death(engine: AsyncLLMEngine) -> None:
     """Return when the engine is dead."""
     while not engine.errored:
         await asyncio.sleep(HEALTH_POLL_SECONDS)

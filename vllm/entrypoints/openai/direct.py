@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from vllm.entrypoints.openai.errors import APIError
-from vllm.entrypoints.openai.limits import App, Receive, Scope, Send
+from vllm.entrypoints.openai.limits import Receive, Scope, Send
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ def crash_response(error: Exception) -> Response:
 
 
 class DirectRoutes:
-    """Hands requests for some of an application's routes to their functions, everything else to the application.
+    """Hands requests for some of an application's routes to their functions, everything else to the application, and
+    all if somebody has given it middleware.
 
     The routes must be those of functions that take the request and return the response: for them, what the application
     does on the way (routing, dependencies, its layers for errors) comes to nothing, and takes longer than reading
@@ -39,13 +40,13 @@ class DirectRoutes:
     """
 
     def __init__(self, app: FastAPI, router: APIRouter, paths: Collection[str]) -> None:
-        self._app: App = app
+        self._app, self._middleware = app, app.user_middleware
         routes = [route for route in router.routes if isinstance(route, APIRoute) and route.path in paths]
         self._routes = {(route.path, method): route for route in routes for method in route.methods or ()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         route = self._routes.get((scope["path"], scope["method"])) if scope["type"] == "http" else None
-        if route is None:
+        if route is None or self._middleware:
             await self._app(scope, receive, send)
             return
         scope["app"], scope["route"] = self._app, route

@@ -61,7 +61,7 @@ def building(config: VllmConfig, device: torch.device) -> Iterator[None]:
 class ArchitectureModel(nn.Module):
     """A model of a built-in family, under the methods that programs override and call.
 
-    model: the modules; `model.embed` and `model.blocks` are the embedding and the layers.
+    model: the modules; `model.embed` and `model.blocks` are its parts. It takes the arguments of `forward`.
     lm_head, logits_processor: what makes logits; not of a family that pools.   config: transformers' config object.
 
     Constructors: (config, cache_config=None, quant_config=None, ...) or (*, vllm_config, prefix=""). What a derived
@@ -105,6 +105,8 @@ class ArchitectureModel(nn.Module):
         self.filled_bytes, self.is_filled = 0, False
         self._bound: tuple[StepInputs, Sequence[Tensor]] | None = None
         self._embeds: Tensor | None = None
+        self.model.register_forward_pre_hook(self._as_step, with_kwargs=True)
+        self.model.register_forward_hook(lambda *_: setattr(self, "_embeds", None), always_call=True)
         if "embed" in self.model._modules:
             self.model.embed.register_forward_hook(lambda _, __, out: out if self._embeds is None else self._embeds)
 
@@ -123,19 +125,24 @@ class ArchitectureModel(nn.Module):
         Further arguments: (kv_caches, attn_metadata, ...) or (intermediate_tensors, inputs_embeds), by place or name;
         of these only inputs_embeds, [tokens, hidden], which replaces what the embedding gives, changes anything.
         """
+        found: Tensor = self.model(input_ids, positions, *args, **kwargs)
+        return found
+
+    def _as_step(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the modules take, of the arguments of `forward`."""
+        if args and isinstance(args[0], StepInputs):
+            return args, kwargs
         if self._bound is None:
             raise RuntimeError(f"{type(self).__name__} was called outside of a step of the engine.")
+        given = {**dict(zip(("input_ids", "positions"), args, strict=False)), **kwargs}
+        tensors = (value for value in args[2:] if isinstance(value, Tensor))
+        self._embeds = given.get("inputs_embeds", next(tensors, None))
         step, kv_caches = self._bound
-        embeds = kwargs.get("inputs_embeds", next((value for value in args if isinstance(value, Tensor)), None))
-        ids = step.token_ids if input_ids is None else input_ids
-        self._embeds = embeds
-        try:
-            found: Tensor = self.model(
-                msgspec.structs.replace(step, token_ids=ids, positions=positions, logits_rows=None), kv_caches
-            )
-            return found
-        finally:
-            self._embeds = None
+        ids = step.token_ids if given.get("input_ids") is None else given["input_ids"]
+        step = msgspec.structs.replace(step, token_ids=ids, positions=given["positions"], logits_rows=None)
+        return (step, kv_caches), {}
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """[tokens] -> [tokens, hidden]."""
@@ -155,6 +162,10 @@ class ArchitectureModel(nn.Module):
         return self.sampler(logits, sampling_metadata)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """`load_checkpoint`, which a derived class also reaches through an AutoWeightsLoader of itself."""
+        return self.load_checkpoint(weights)
+
+    def load_checkpoint(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Fill the model from a checkpoint's tensors, under the names that checkpoints of the architecture have, and
         what a derived class has added under its own; the names of all that was filled. Of a model that is loaded
         already: give those that are named new values (`DecoderModel.load_weights`).

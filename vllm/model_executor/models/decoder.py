@@ -97,7 +97,7 @@ class DecoderModel(nn.Module):
         device = torch.device("cpu") if device is None else device
         self.spec = spec = without_idle_windows(spec, max_positions)
         self.dtype, self.tp, self.max_positions = dtype, tp, max_positions
-        self.layers = layers = range(len(spec.blocks)) if layers is None else layers
+        self.layer_numbers = layers = range(len(spec.blocks)) if layers is None else layers
         self.is_first, self.is_last = layers.start == 0, layers.stop == len(spec.blocks)
         ctx = BuildContext(dtype, device, tp, max_positions, quant_config, deals_experts and tp.experts[1] > 1)
         width = spec.hidden_size if spec.embed_dim is None else spec.embed_dim
@@ -202,14 +202,14 @@ class DecoderModel(nn.Module):
     @property
     def own_blocks(self) -> list[tuple[BlockSpec, nn.Module]]:
         """The blocks of this stage, each with its spec."""
-        return [(self.spec.blocks[i], self.blocks[i]) for i in self.layers]
+        return [(self.spec.blocks[i], self.blocks[i]) for i in self.layer_numbers]
 
     def is_elsewhere(self, name: str) -> bool:
         """Whether a weight, by its canonical name, or a module belongs to other stages of the pipeline only."""
         part, _, rest = name.partition(".")
         if part == "blocks":
             index = rest.partition(".")[0]
-            return index.isdigit() and int(index) < len(self.spec.blocks) and int(index) not in self.layers
+            return index.isdigit() and int(index) < len(self.spec.blocks) and int(index) not in self.layer_numbers
         if part in ("positions", "token_types", "project_in", "embed_norm"):
             return not self.is_first
         if part == "embed":
@@ -220,7 +220,7 @@ class DecoderModel(nn.Module):
         """This rank's attention layers with keys and values in the cache, by the layer's number."""
         return {
             number: module
-            for number in self.layers
+            for number in self.layer_numbers
             for module in self.blocks[number].modules()
             if isinstance(module, SelfAttention) and module.place is not None
         }
@@ -281,7 +281,7 @@ class DecoderModel(nn.Module):
         else:
             last, taps = len(self.blocks) - 1, self._taps(step)
             tokens = x.shape[0]
-            for i in self.layers:
+            for i in self.layer_numbers:
                 wanted = rows if i == last else None
                 out = self.blocks[i](x, residual, step, kv_caches, wanted)
                 try:

@@ -57,7 +57,8 @@ class AutoWeightsLoader:
     """Loads a checkpoint into a module tree by names alone.
 
     A submodule with its own `load_weights` gets the tensors below its name; anything else is copied to the parameter of
-    the same name. Raises ValueError for a tensor without a place.
+    the same name. Raises ValueError for a tensor without a place. A module with `load_checkpoint` gets all tensors: one
+    that derives from a built-in class, whose parameters have other names than checkpoints.
 
     skip_prefixes: names that begin so are left out.   ignore_unexpected_prefixes: these may have no place.
     """
@@ -76,6 +77,10 @@ class AutoWeightsLoader:
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, mapper: WeightsMapper | None = None) -> set[str]:
         """Load everything, renamed by `mapper`; the names of the parameters that were filled."""
         weights = weights if mapper is None else mapper.apply(weights)
+        load_checkpoint: Any = getattr(self.module, "load_checkpoint", None)
+        if load_checkpoint is not None:
+            unplaced = self.skip_prefixes + self.ignore_unexpected_prefixes
+            return set(load_checkpoint((name, tensor) for name, tensor in weights if not name.startswith(unplaced)))
         owners = {
             name: module for name, module in self.module.named_modules() if name and hasattr(module, "load_weights")
         }

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from vllm.config.model import QuantizationMethods
 from vllm.config.quantization import Quantization
 from vllm.model_executor.layers.linear_method import QuantizationConfig
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.quantization.base_config import Format
 
-__all__ = ["QuantizationConfig", "format_of"]
+__all__ = ["QuantizationConfig", "QuantizationMethods", "format_of"]
 
 # method -> (module in this package, class)
 _FORMATS = {
