@@ -323,7 +323,7 @@ def test_an_answer_for_each_token_is_no_score(classes: int, tmp_path: Path) -> N
     ("options", "message"),
     [
         ({"task": "generate"}, "cannot generate text"),
-        ({"task": "classify"}, "does not support the 'classify' task"),
+        ({"task": "classify"}, r"does not support the 'classify' task. .* supports: embed, score\."),
         ({"task": "reward"}, "does not support the 'reward' task"),
         ({"enable_chunked_prefill": True}, "sees the whole prompt"),
         ({"enable_prefix_caching": True}, "sees the whole prompt"),

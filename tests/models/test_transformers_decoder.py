@@ -158,6 +158,9 @@ def test_model_impl_chooses(tmp_path: Path) -> None:
         resolve_model_impl("auto", unknown, trust_remote_code=False)
     with pytest.raises(ValueError, match="has no causal language model NobodysForCausalLM"):
         resolve_model_impl("transformers", unknown, trust_remote_code=False)
+    pooling = HFConfig.from_dict({**listed.raw, "architectures": ["LlamaModel"]})
+    with pytest.raises(ValueError, match="only language models run so, LlamaForCausalLM here, and not LlamaModel"):
+        resolve_model_impl("transformers", pooling, trust_remote_code=False)
 
 
 def test_random_weights_and_in_flight_quantization(tmp_path: Path) -> None:

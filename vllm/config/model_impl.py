@@ -47,6 +47,8 @@ def _refusal(hf: HFConfig, *, trust_remote_code: bool) -> str | None:
     named = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(hf.model_type, ())
     names = (named,) if isinstance(named, str) else tuple(named)
     name = next((name for name in hf.architectures if name in names), None)
+    if name is None and names:
+        return f"only language models run so, {' or '.join(names)} here, and not {' or '.join(hf.architectures)}."
     if name is None:
         return (
             f"transformers {transformers.__version__} has no causal language model "

@@ -353,8 +353,8 @@ def _base(wanted: str, native: Pooling | None, hf: HFConfig) -> tuple[Pooling, s
     if native is None:
         kind = {"pooling": EMBED, SCORE: CLASSIFY}.get(wanted, wanted)
         return {EMBED: pooling.EMBED, CLASSIFY: pooling.CLASSIFY, REWARD: pooling.REWARD}[kind], kind
-    able = {native.task, "pooling"} | ({SCORE} if native.task in (EMBED, CLASSIFY) else set())
-    if wanted not in able:
+    able = {native.task} | ({SCORE} if native.task in (EMBED, CLASSIFY) else set())
+    if wanted not in able | {"pooling"}:
         raise VLLMValidationError(
             f"This model does not support the '{wanted}' task. {_named(hf)} supports: {', '.join(sorted(able))}.",
             parameter="task",
