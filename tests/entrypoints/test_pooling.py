@@ -85,6 +85,9 @@ def test_sentence_transformers_files_are_followed(mode: str, tmp_path: Path) -> 
         ),
         (lambda d: (d / "modules.json").write_text('[{"type": "x.WordWeights", "path": ""}]'), "'WordWeights'"),
         (lambda d: (d / "modules.json").write_text("{"), "not valid JSON"),
+        (lambda d: in_order(d, "Pooling", "Normalize", "Dense"), "a module Dense behind a module Normalize"),
+        (lambda d: in_order(d, "Dense", "Pooling"), "a module Pooling behind a module Dense"),
+        (lambda d: in_order(d, "Pooling", "Pooling"), "a module Pooling behind a module Pooling"),
     ],
 )
 def test_what_sentence_transformers_can_and_we_cannot_is_refused(change: Any, message: str, tmp_path: Path) -> None:
@@ -93,6 +96,15 @@ def test_what_sentence_transformers_can_and_we_cannot_is_refused(change: Any, me
     change(tmp_path)
     with pytest.raises(ValueError, match=message):
         start(tmp_path)
+
+
+def in_order(folder: Path, *kinds: str) -> None:
+    """Let the folder have these modules behind its Transformer."""
+    paths = {"Pooling": "1_Pooling", "Dense": "2_Dense", "Normalize": "3_Normalize"}
+    modules = [{"type": f"sentence_transformers.models.{kind}", "path": paths[kind]} for kind in kinds]
+    (folder / "modules.json").write_text(json.dumps([{"type": "x.Transformer", "path": ""}, *modules]))
+    (folder / "2_Dense").mkdir(exist_ok=True)
+    (folder / "2_Dense" / "config.json").write_text(json.dumps({"out_features": 48}))
 
 
 def rewrite(file: Path, **fields: Any) -> None:

@@ -25,6 +25,7 @@ _MODES = {  # fields of a pooling module's config, as its versions write them
 }
 _NEWER_MODES = {"cls": "CLS", "mean": "MEAN", "lasttoken": "LAST"}
 _MAX_DENSE = 8
+_ORDER = ("Transformer", "Pooling", "Dense", "Normalize")  # in which modules are followed
 _ACTIVATIONS = {
     "torch.nn.modules.activation.Sigmoid": "sigmoid",
     "torch.nn.modules.activation.Softmax": "softmax",
@@ -176,6 +177,7 @@ def read_sentence_files(folder: Path) -> SentenceFiles | None:
     normalize = False
     dense: list[str] = []
     width: int | None = None
+    done = _ORDER[0]
     for module in _modules(file):
         kind = str(module.get("type", "")).rpartition(".")[2]
         name = module.get("path", "")
@@ -190,6 +192,13 @@ def read_sentence_files(folder: Path) -> SentenceFiles | None:
             width = HFConfig(read_json_object(folder / name / "config.json"), folder / name).get_int("out_features")
         elif kind not in ("Transformer", "Dropout"):
             raise ValueError(f"{file}: modules of type {kind!r} are not supported.")
+        if kind in _ORDER:
+            if _ORDER.index(kind) < _ORDER.index(done) or kind == done == "Pooling":
+                raise ValueError(
+                    f"{file}: a module {kind} behind a module {done} is not supported, expected "
+                    f"{', '.join(_ORDER)} in this order, with one {_ORDER[1]}."
+                )
+            done = kind
     if len(dense) > _MAX_DENSE:
         raise ValueError(f"{file} has {len(dense)} dense modules, expected at most {_MAX_DENSE}.")
     settings = next((folder / name for name in _SENTENCE_FILES if (folder / name).is_file()), None)
