@@ -76,6 +76,8 @@ def phimoe(hf: HFConfig) -> Decoder:
     """Phi-3.5-MoE: LayerNorm, SparseMixer routing, a biased head."""
     norm = layer_norm(hf.get_float("rms_norm_eps", minimum=0))
     ffn = experts_of(hf, jitter=hf.get_float("router_jitter_noise", default=0.01, minimum=0))
+    if ffn.top_k != 2:
+        raise ValueError(f"{hf.file}: num_experts_per_tok is {ffn.top_k}, expected 2: these models' router takes two.")
     return llama_like(
         hf,
         norm=norm,
