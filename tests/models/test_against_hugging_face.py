@@ -575,6 +575,24 @@ def test_the_text_model_inside_a_larger_one(tmp_path: Path) -> None:
         assert relative_error(logits, reference(prompt[None]).logits[0]) < 1e-5
 
 
+WINDOWS = ["qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "smollm3", "dots1"]
+
+
+@pytest.mark.parametrize("case", WINDOWS)
+def test_which_layers_have_a_window_where_there_are_no_layer_types(case: str, tmp_path: Path) -> None:
+    made = CASES[case]().to_dict() | {"num_hidden_layers": 6, "sliding_window": 7}
+    for name in ("layer_types", "no_rope_layers"):
+        made.pop(name, None)
+    prompt = torch.randint(0, 131, (38,))
+    for fields in ({"max_window_layers": 3, "use_sliding_window": True}, {"max_window_layers": 4}):
+        raw = json.loads(json.dumps({**made, "use_sliding_window": False, **fields}))
+        reference = save_random_hf_model(hf.AutoConfig.for_model(**raw), tmp_path)
+        raw["architectures"] = [type(reference).__name__]
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        logits = PagedDriver(load(tmp_path)).run([prompt], [7])[0]
+        assert relative_error(logits, logits_of(reference, prompt, case)) < 1e-5, fields
+
+
 def test_gpt_oss_without_rope_settings_has_those_of_transformers(tmp_path: Path) -> None:
     sizes = {**GQA, "max_position_embeddings": 131072, "intermediate_size": 30}
     reference = save_random_hf_model(hf.GptOssConfig(**sizes, num_local_experts=5, num_experts_per_tok=2), tmp_path)

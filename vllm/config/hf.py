@@ -434,6 +434,8 @@ class HFConfig:
         )
 
     def _has_window(self, layer: int) -> bool:
+        if self.facts.has_window is not None:
+            return self.facts.has_window(self, layer)
         if self.facts.windows is Windows.ON_REQUEST:
             first: int = self.get_int("max_window_layers", default=0, minimum=0)
             return layer >= first

@@ -164,6 +164,12 @@ def dots1(hf: HFConfig) -> Decoder:
     return _mixture(hf, attn, experts, dense_layers(hf), windows=windows_of(hf))
 
 
+def _dots1_window(hf: HFConfig, layer: int) -> bool:
+    """From `max_window_layers` on, whatever `use_sliding_window` says."""
+    first: int = hf.get_int("max_window_layers", default=0, minimum=0)
+    return layer >= first
+
+
 def ernie4_5(hf: HFConfig) -> Decoder:
     """ERNIE 4.5: pairs of neighbours are rotated; one switch for all biases."""
     bias = hf.get_bool("use_bias", default=False)
@@ -274,11 +280,11 @@ LLAMA4_INSIDE = replace(
     inside="language_model.",
     facts=replace(NO_WINDOWS, defaults={"rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": False}),
 )
-SMOLLM3 = _family(smollm3, facts=Facts(Windows.ON_REQUEST))
+SMOLLM3 = _family(smollm3, facts=Facts(Windows.ON_REQUEST, has_window=lambda hf, layer: not _rotated(hf)[layer]))
 SEED_OSS = _family(seed_oss)
 EXAONE4 = _family(exaone4, OLMO2_NAMES, Facts(window_pattern=4))
 GLM4_MOE = _family(glm4_moe, SHARED_NAMES, extra_layers="model.layers.{i}.")
-DOTS1 = _family(dots1, SHARED_NAMES, Facts(Windows.ON_REQUEST))
+DOTS1 = _family(dots1, SHARED_NAMES, Facts(has_window=_dots1_window))
 ERNIE4_5 = _family(ernie4_5)
 ERNIE4_5_MOE = _family(ernie4_5_moe, ERNIE_NAMES + SHARED_NAMES, extra_layers="model.layers.{i}.")
 HUNYUAN_DENSE = _family(hunyuan_dense, HUNYUAN_NAMES)

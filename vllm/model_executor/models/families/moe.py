@@ -173,8 +173,17 @@ GRANITE_MOE_NAMES = renames(
     }
 )
 
-QWEN2_MOE = Family(qwen2_moe, QWEN_NAMES + NAMES, harmless=ROTARY_FREQUENCIES, facts=Facts(Windows.ON_REQUEST))
-QWEN3_MOE = Family(qwen3_moe, QWEN_NAMES + NAMES, harmless=ROTARY_FREQUENCIES, facts=Facts(Windows.ON_REQUEST))
+
+def _qwen2_moe_window(hf: HFConfig, layer: int) -> bool:
+    """Every second of the layers below `max_window_layers`."""
+    end: int = hf.get_int("max_window_layers", default=0, minimum=0)
+    return layer % 2 == 0 and layer < end
+
+
+_QWEN2_MOE = Facts(Windows.ON_REQUEST, has_window=_qwen2_moe_window)
+_QWEN3_MOE = Facts(Windows.ON_REQUEST, has_window=lambda hf, layer: True)
+QWEN2_MOE = Family(qwen2_moe, QWEN_NAMES + NAMES, harmless=ROTARY_FREQUENCIES, facts=_QWEN2_MOE)
+QWEN3_MOE = Family(qwen3_moe, QWEN_NAMES + NAMES, harmless=ROTARY_FREQUENCIES, facts=_QWEN3_MOE)
 OLMOE = Family(olmoe, QWEN_NAMES + NAMES, harmless=ROTARY_FREQUENCIES, facts=NO_WINDOWS)
 # as transformers calls it in memory, and so peft in files
 PHIMOE_NAMES = renames({"model.layers.{i}.mlp.router.{p}": "blocks.{i}.ffn.router.{p}"})
