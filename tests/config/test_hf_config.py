@@ -119,6 +119,15 @@ def test_a_class_default_counts_only_where_the_field_is_absent() -> None:
     assert read({"model_type": "mistral", "sliding_window": None}).sliding_window is None
 
 
+def test_a_switch_that_is_null_is_off() -> None:
+    config = read({"model_type": "deepseek_v3", "rope_interleave": None})
+    assert config.get_bool("rope_interleave", default=True) is False
+    assert config.get_bool("no_such_field", default=True) is True
+    assert config.get_bool("rope_interleave", default=None) is None
+    assert config.sees_whole_prompt is False
+    assert read({"model_type": "llama", "is_causal": None}).sees_whole_prompt is False
+
+
 def test_an_unknown_family_needs_its_own_fields() -> None:
     config = read({"model_type": "unheard_of", "hidden_size": 8, "num_attention_heads": 2})
     assert config.head_dim == 4

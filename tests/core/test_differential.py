@@ -22,7 +22,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DRIVER = Path(__file__).with_name("drive.py")
 RECORDED = Path(__file__).with_name("recorded_plans.json")
-COMMIT = "c1cf03076d738051c5990dc66b3864e93c659ae2"
+COMMIT = "95cfdd1707c8e26db78b25a21b22e98a69df2ec5"
 
 
 @pytest.fixture(scope="module")

@@ -113,6 +113,21 @@ def test_a_hit_ends_where_the_blocks_of_all_groups_end() -> None:
     assert run_step(sim).new[0].num_computed == 24
 
 
+def test_a_prompt_that_just_fits_in_starts_behind_a_cached_prefix_too() -> None:
+    """The blocks of a window that it has already are among those that it needs."""
+    windows = tuple(KVGroup(KVKind.SLIDING, (i,), window=7) for i in (1, 2, 3))
+    policy = KVPolicy((KVGroup(KVKind.FULL, (0,)), *windows), unit=16)
+    small = limits(max_num_seqs=1, max_num_batched_tokens=6, max_model_len=48)
+    sim = Simulation(policy, 1 + policy.blocks_for(48, 6), small, 1)
+    prompt = [i % 50 for i in range(41)]
+    sim.add("a", prompt[:17], 3)
+    sim.run()
+    sim.add("b", prompt, 3)
+    assert run_step(sim).new[0].num_computed == 16
+    sim.run()
+    assert sim.output["b"] == expected_output(prompt, 3)
+
+
 def test_snapshots_stand_where_the_blocks_of_all_groups_end() -> None:
     sim = Simulation(POLICIES["states and long blocks"], 200, limits(max_num_batched_tokens=64), 1)
     prompt = [i % 50 for i in range(30)]

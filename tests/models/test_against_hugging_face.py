@@ -324,6 +324,19 @@ CASES: dict[str, Any] = {
         use_qk_norm=False,
         attn_temperature_tuning=False,
     ),
+    "llama4-yarn": lambda: hf.Llama4TextConfig(
+        **{**GQA, "num_hidden_layers": 4, "intermediate_size": 30},
+        **NO_PAD,
+        head_dim=12,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        no_rope_layers=[1, 0, 1, 0],
+        layer_types=["chunked_attention", "chunked_attention", "full_attention", "full_attention"],
+        attention_chunk_size=7,
+        floor_scale=4,
+        attn_scale=0.6,
+        rope_parameters=PLAIN_YARN,
+    ),
     "smollm3": lambda: hf.SmolLM3Config(**{**GQA, "num_hidden_layers": 5}, **NO_PAD),
     "smollm3-no-rope": lambda: hf.SmolLM3Config(
         **GQA, **NO_PAD, no_rope_layers=[0, 1, 1], tie_word_embeddings=False, attention_bias=True, mlp_bias=True
@@ -560,6 +573,38 @@ def test_the_text_model_inside_a_larger_one(tmp_path: Path) -> None:
     (logits,) = PagedDriver(load(tmp_path)).run([prompt], [7])
     with torch.inference_mode():
         assert relative_error(logits, reference(prompt[None]).logits[0]) < 1e-5
+
+
+WINDOWS = ["qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "smollm3", "dots1"]
+
+
+@pytest.mark.parametrize("case", WINDOWS)
+def test_which_layers_have_a_window_where_there_are_no_layer_types(case: str, tmp_path: Path) -> None:
+    made = CASES[case]().to_dict() | {"num_hidden_layers": 6, "sliding_window": 7}
+    for name in ("layer_types", "no_rope_layers"):
+        made.pop(name, None)
+    prompt = torch.randint(0, 131, (38,))
+    for fields in ({"max_window_layers": 3, "use_sliding_window": True}, {"max_window_layers": 4}):
+        raw = json.loads(json.dumps({**made, "use_sliding_window": False, **fields}))
+        reference = save_random_hf_model(hf.AutoConfig.for_model(**raw), tmp_path)
+        raw["architectures"] = [type(reference).__name__]
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        logits = PagedDriver(load(tmp_path)).run([prompt], [7])[0]
+        assert relative_error(logits, logits_of(reference, prompt, case)) < 1e-5, fields
+
+
+def test_gpt_oss_without_rope_settings_has_those_of_transformers(tmp_path: Path) -> None:
+    sizes = {**GQA, "max_position_embeddings": 131072, "intermediate_size": 30}
+    reference = save_random_hf_model(hf.GptOssConfig(**sizes, num_local_experts=5, num_experts_per_tok=2), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["rope_parameters"]
+    prompt = torch.randint(0, 131, (23,))
+    for fields in ({}, {"rope_theta": 150000.0, "rope_scaling": None}):
+        (tmp_path / "config.json").write_text(json.dumps({**config, **fields}))
+        assert (
+            relative_error(PagedDriver(load(tmp_path)).run([prompt], [5])[0], logits_of(reference, prompt, "gpt_oss"))
+            < 1e-5
+        )
 
 
 def test_rotation_by_several_positions_is_the_usual_one_of_text(tmp_path: Path) -> None:

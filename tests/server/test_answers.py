@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from tests.server.http_server import Server
 from vllm.entrypoints.openai.answers import (
     INLINE_ENTRIES,
     ITEMS_PER_PIECE,
+    Numbers,
     Repeated,
     encode,
     encode_at_once,
@@ -108,3 +110,13 @@ def test_large_streams_say_what_large_answers_say(server: Server) -> None:
     assert len(prompts[0]) * 21 > INLINE_ENTRIES
     assert streamed == {choice["index"]: choice["logprobs"]["tokens"] for choice in whole["choices"]}
     assert len(streamed) == 12
+
+
+@pytest.mark.parametrize("shape", [(0,), (3,), (5000,), (0, 4), (3, 1), (700, 5), (2, 3000)])
+def test_numbers_of_an_array_become_the_same_json(shape: tuple[int, ...]) -> None:
+    array = np.random.default_rng(0).standard_normal(shape).astype("f4")
+    answer = {"data": iter([{"index": 0, "data": Numbers(array)}])}
+    found = list(pieces(answer))
+    assert max(map(len, found)) < 1.5 * len(json.dumps(array[:1].tolist())) + 40_000
+    assert json.loads(b"".join(found)) == {"data": [{"index": 0, "data": array.tolist()}]}
+    assert listed({"data": Numbers(array)}) == {"data": array.tolist()}

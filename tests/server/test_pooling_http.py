@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import gc
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import openai
@@ -14,6 +17,11 @@ import pytest
 from tests.server.http_server import MODEL, Server
 from tests.tiny_encoders import save_bert
 from vllm import LLM
+from vllm.entrypoints.openai import pooling
+from vllm.entrypoints.openai.context import Prompt, ServerContext
+from vllm.entrypoints.openai.errors import APIError
+from vllm.entrypoints.openai.pooling import Pooled, _Held
+from vllm.entrypoints.openai.sampling import RequestLimits
 
 TEXTS = ["The capital of France is Paris.", "Hello, my name is Ada.", "Numbers: 0 1 2 3", "世界", "The capital"]
 DIMENSIONS = {"matryoshka_dimensions": [8, 16, 64]}  # of 48
@@ -170,3 +178,38 @@ WRONG = [
 def test_what_is_wrong_is_said(embedder, path: str, body: dict[str, Any], message: str) -> None:
     answer = embedder[0].post(path, body)
     assert answer.status == 400 and message in answer.json["error"]["message"]
+
+
+def test_answers_have_room_for_so_many_numbers(monkeypatch) -> None:
+    """Of one request's texts, and of all requests; what a request took is free when it is gone, however it ended."""
+    engine: Any = None
+    context = ServerContext(engine, ("m",), "m", 1, {}, limits=RequestLimits(max_pooled_numbers=20))
+
+    async def merge(prompts: list[Any]) -> Any:
+        for i in range(len(prompts)):
+            yield i, SimpleNamespace(outputs=SimpleNamespace(array=np.zeros((2, 4), "f4")), finished=True)
+
+    def answer(prompts: int) -> tuple[Pooled, Any]:
+        work = Pooled("id", "m", 0, [cast("Prompt", None)] * prompts, _Held(context))
+        return work, asyncio.run(work.outputs())
+
+    monkeypatch.setattr(pooling, "merge", merge)
+    monkeypatch.setattr(pooling, "FEW_NUMBERS", 8)
+    kept = answer(2)
+    assert context.pooled_numbers == 16
+    with pytest.raises(APIError, match="more than 20 numbers") as error:
+        answer(3)
+    assert error.value.status == 400
+    error = None
+    gc.collect()
+    assert context.pooled_numbers == 16
+    others = [answer(2)]
+    with pytest.raises(APIError, match="Try again later") as error:
+        others.append(answer(2))
+    assert error.value.status == 503
+    others.append(answer(1))  # for which there is always room
+    del kept, others, error
+    gc.collect()
+    assert context.pooled_numbers == 0
+    monkeypatch.setattr(context, "limits", RequestLimits(max_pooled_numbers=3))
+    assert len(answer(1)[1]) == 1  # of one text, as many as it has

@@ -60,6 +60,7 @@ class Facts:
 
     windows: Windows = Windows.CONFIG
     window_pattern: int | None = None
+    has_window: Callable[[HFConfig, int], bool] | None = None
     learned_positions: bool = False
     wide_range: bool = False
     length_has_scaling: bool = False

@@ -275,11 +275,14 @@ class HFConfig:
         return float(value)
 
     def get_bool(self, *names: str, default: Any = _MISSING) -> Any:
-        """Like `get`, checked to be true or false. `default` may be anything, such as None."""
+        """Like `get`, checked to be true or false. `default` may be anything, such as None; null is false, as Python
+        takes it, or None if that is the default.
+        """
         value = self._find(names)
         if value is not _MISSING and not isinstance(value, bool):
             raise self._wrong(names[0], value, "true or false")
-        return self.get(*names, default=default)
+        is_null = value is _MISSING and any(name in source for name in names for source in self._sources)
+        return self.get(*names, default=False if is_null and default is not None else default)
 
     def get_str(self, *names: str, default: Any = _MISSING) -> Any:
         """Like `get`, checked to be a string. `default` may be anything, such as None."""
@@ -431,6 +434,8 @@ class HFConfig:
         )
 
     def _has_window(self, layer: int) -> bool:
+        if self.facts.has_window is not None:
+            return self.facts.has_window(self, layer)
         if self.facts.windows is Windows.ON_REQUEST:
             first: int = self.get_int("max_window_layers", default=0, minimum=0)
             return layer >= first
@@ -519,8 +524,8 @@ class HFConfig:
     @cached_property
     def sees_whole_prompt(self) -> bool:
         """Whether no token is hidden from another: encoders, and decoders that were trained to embed like that."""
-        causal = self.get_bool("is_causal", default=True)
-        return self.facts.encoder or not causal or self.get_bool("use_bidirectional_attention", default=False)
+        causal = self.get_bool("is_causal", default=None)
+        return self.facts.encoder or causal is False or self.get_bool("use_bidirectional_attention", default=False)
 
     @cached_property
     def head_tokens(self) -> tuple[int, ...]:

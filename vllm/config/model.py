@@ -259,8 +259,8 @@ class ModelConfig(metaclass=_Resolving):
     model_impl: str = setting(
         "auto",
         Choice(values=("auto", "vllm", "transformers")),
-        '"vllm" (this package\'s model), "transformers" (that of transformers: any attention-only language model, slower), '
-        'or "auto": the first that exists.',
+        '"vllm" (this package\'s model), "transformers" (that of transformers: any attention-only language model, '
+        'slower), or "auto": the first that exists.',
     )
     enable_sleep_mode: bool = setting(False, Flag(), "Allow the engine to sleep.", later="Sleep mode")
     override_neuron_config: dict[str, Any] = setting(

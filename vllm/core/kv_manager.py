@@ -64,8 +64,11 @@ class KVManager:
         return self.policy.blocks_for(num_tokens, chunk)
 
     def can_admit(self, request: Request, num_tokens: int, chunk: int, reserve: int) -> bool:
-        """Whether `num_tokens` of a waiting request fit beside what runs, leaving `reserve` blocks free."""
-        return self.blocks_for(num_tokens, chunk) + reserve <= self.pool.num_free
+        """Whether `num_tokens` of a waiting request, with those of blocks that it has already, fit beside what runs,
+        leaving `reserve` blocks free.
+        """
+        held = sum(block != NULL_BLOCK for table in request.tables for block in table)
+        return self.blocks_for(num_tokens, chunk) - held + reserve <= self.pool.num_free
 
     # -- admission -----------------------------------------------------------------------------------------------------
 

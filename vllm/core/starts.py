@@ -36,8 +36,7 @@ class Starts:
                 kv.fork(parent, request, shared)
                 return True
         cached = kv.attach_prefix(request)
-        rest = len(request.tokens) - cached
-        if not kv.can_admit(request, rest, self._chunk, reserve):
+        if not kv.can_admit(request, len(request.tokens), self._chunk, reserve):
             self.undo(request)
             return False
         if kv.looks_up(request):

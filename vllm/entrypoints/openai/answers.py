@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
+import numpy as np
+
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import RequestOutput
 
@@ -15,6 +17,7 @@ from vllm.outputs import RequestOutput
 INLINE_ENTRIES = 2000
 SMALL = 4096  # tokens of prompts and answers, whose texts are encoded in one go
 ITEMS_PER_PIECE = 64
+NUMBERS_PER_PIECE = 1024
 _SIMPLE = (str, int, float, bool, type(None))
 FEW = 4  # objects of a list that are looked into one by one: each may be large
 
@@ -83,6 +86,21 @@ class Repeated(Part):
         if self._list is None:
             self._list = list(self._items)
         return self._list
+
+
+class Numbers(Part):
+    """An array of one or two dimensions, of which few numbers are objects at a time."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._array = array
+
+    def pieces(self) -> Iterator[bytes]:
+        count = max(1, NUMBERS_PER_PIECE * len(self._array) // max(1, self._array.size))
+        slices = (self._array[i : i + count].tolist() for i in range(0, len(self._array), count))
+        yield from _joined(map(_part, slices), b"[", b"]")
+
+    def listed(self) -> Any:
+        return self._array.tolist()
 
 
 def encode_at_once(answer: dict[str, Any] | list[Any]) -> bytes:

@@ -49,7 +49,7 @@ _SAFE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 @dataclass(slots=True)
 class ServerContext:
-    """Made once per server; routes read it and change nothing but `load`."""
+    """Made once per server; routes read it and change nothing but `load` and `pooled_numbers`."""
 
     engine: AsyncLLMEngine
     served_names: tuple[str, ...]
@@ -73,6 +73,7 @@ class ServerContext:
     prompt_adapters: Mapping[str, PromptAdapterRequest] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
     load: int = 0
+    pooled_numbers: int = 0  # of answers that are being made
     front_ends: FrontEnds = field(default_factory=FrontEnds)
     gate: Gate = field(default_factory=Gate)
     strangers: TemplateProcess = field(default_factory=TemplateProcess)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,9 +13,10 @@ import numpy as np
 
 from vllm.engine.texts import TooManyTokensError
 from vllm.entrypoints.openai import chat
+from vllm.entrypoints.openai.answers import Numbers
 from vllm.entrypoints.openai.completions import usage_of
 from vllm.entrypoints.openai.context import Prompt, ServerContext, merge, new_id, no_tokenizer
-from vllm.entrypoints.openai.errors import bad_request
+from vllm.entrypoints.openai.errors import bad_request, overloaded
 from vllm.entrypoints.openai.protocol import (
     ClassifyRequest,
     EmbeddingRequest,
@@ -30,6 +32,31 @@ from vllm.pooling_params import PoolingParams
 Answer = Callable[[ServerContext], Awaitable[dict[str, Any]]]
 
 
+FEW_NUMBERS = 1 << 16  # for which there is always room
+
+
+class _Held:
+    """The numbers that a request's answer has so far, which count among the server's as long as this lives."""
+
+    def __init__(self, context: ServerContext) -> None:
+        self._context, self._count = context, 0
+
+    def add(self, size: int, *, alone: bool) -> None:
+        """Raises a 400 where the prompts of a request, unless it is one `alone`, make an answer too large to keep; 503
+        where those of all requests are.
+        """
+        self._count += size
+        self._context.pooled_numbers += size
+        most = self._context.limits.max_pooled_numbers
+        if self._count > most and not alone:
+            raise bad_request(f"The answer has more than {most} numbers. Send fewer or shorter texts at once.", "input")
+        if FEW_NUMBERS < self._count < self._context.pooled_numbers and self._context.pooled_numbers > 2 * most:
+            raise overloaded("Too many large answers are being made. Try again later.")
+
+    def __del__(self) -> None:
+        self._context.pooled_numbers -= self._count
+
+
 @dataclass(frozen=True, slots=True)
 class Pooled:
     """A checked request: its prompts, and what it is answered under; nothing of it has begun."""
@@ -38,17 +65,27 @@ class Pooled:
     model: str
     created: int
     prompts: list[Prompt]
+    held: _Held
 
     async def outputs(self) -> list[PoolingRequestOutput[Any]]:
         """The answers to its prompts, in order. Leaving it aborts what still runs."""
         found: list[Any] = [None] * len(self.prompts)
-        async for i, output in merge(self.prompts):
-            found[i] = output
+        async with aclosing(merge(self.prompts)) as outputs:
+            async for i, output in outputs:
+                found[i] = output
+                self.held.add(found[i].outputs.array.size, alone=len(found) == 1)
         if any(output is None for output in found):
             raise bad_request("The request was aborted.")
         return found
 
-    def body(self, data: list[dict[str, Any]], tokens: int) -> dict[str, Any]:
+    def vectors(
+        self, outputs: Sequence[PoolingRequestOutput[Any]], kind: str, name: str, form: str
+    ) -> Iterator[dict[str, Any]]:
+        """What each prompt came to, under `name`; made while it is encoded, since it may be much."""
+        for i, output in enumerate(outputs):
+            yield {"index": i, "object": kind, name: _numbers(output.outputs.array, form)}
+
+    def body(self, data: list[dict[str, Any]] | Iterator[dict[str, Any]], tokens: int) -> dict[str, Any]:
         """The usual body of an answer."""
         return {
             "id": self.id, "object": "list", "created": self.created, "model": self.model, "data": data,
@@ -132,7 +169,7 @@ async def _begin(
                 prompt_adapter_request=context.prompt_adapter(request.model),
             )
         )
-    return Pooled(shown, model, int(time.time()), prompts)
+    return Pooled(shown, model, int(time.time()), prompts, _Held(context))
 
 
 async def _inputs(
@@ -184,10 +221,7 @@ async def embed(context: ServerContext, request: EmbeddingRequest, header_id: st
 
     async def answer(context: ServerContext) -> dict[str, Any]:
         outputs = await work.outputs()
-        data = [
-            {"index": i, "object": "embedding", "embedding": _numbers(output.outputs.array, request.encoding_format)}
-            for i, output in enumerate(outputs)
-        ]
+        data = work.vectors(outputs, "embedding", "embedding", request.encoding_format)
         return work.body(data, _tokens_of(outputs))
 
     return answer
@@ -201,10 +235,7 @@ async def pool(context: ServerContext, request: PoolingRequest, header_id: str |
 
     async def answer(context: ServerContext) -> dict[str, Any]:
         outputs = await work.outputs()
-        data = [
-            {"index": i, "object": "pooling", "data": _numbers(output.outputs.array, request.encoding_format)}
-            for i, output in enumerate(outputs)
-        ]
+        data = work.vectors(outputs, "pooling", "data", request.encoding_format)
         return work.body(data, _tokens_of(outputs))
 
     return answer
@@ -233,10 +264,10 @@ async def classify(context: ServerContext, request: ClassifyRequest, header_id: 
 
 
 def _numbers(array: np.ndarray, form: str) -> Any:
-    """An array as lists, or as base64 of its float32 numbers, little-endian."""
+    """An array as JSON has it, or as base64 of its float32 numbers, little-endian."""
     if form == "base64":
         return base64.b64encode(np.ascontiguousarray(array, "<f4").tobytes()).decode()
-    return array.tolist()
+    return Numbers(array)
 
 
 # ---- score and rerank ------------------------------------------------------------------------------------------------

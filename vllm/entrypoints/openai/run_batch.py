@@ -149,6 +149,7 @@ async def _answer(context: ServerContext, url: Any, body: Any) -> dict[str, Any]
 
 async def _ask(context: ServerContext, url: Any, body: Any) -> dict[str, Any]:
     from vllm.entrypoints.openai import chat, completions, pooling
+    from vllm.entrypoints.openai.answers import listed
     from vllm.entrypoints.openai.errors import bad_request
     from vllm.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest, checked
 
@@ -169,7 +170,8 @@ async def _ask(context: ServerContext, url: Any, body: Any) -> dict[str, Any]:
         pooled = checked(route.request, body)
         context.log_unknown_fields(pooled.model_extra or ())
         pooled.refuse_later_features()
-        return await (await route.prepare(context, pooled, None))(context)
+        answer: dict[str, Any] = listed(await (await route.prepare(context, pooled, None))(context))
+        return answer
     known = ", ".join(("/v1/chat/completions", "/v1/completions", *pooling.ROUTES))
     raise bad_request(f"url must be one of {known}.")
 

@@ -20,6 +20,8 @@ class RequestLimits:
     max_prompts: int = 1024
     max_inputs: int = 2048  # texts that are pooled; clients send no more at once
     max_pair_tokens: int = 1 << 22  # of one text paired with several, which it is sent once for
+    # Numbers that come of the texts of one request, of all that is pooled; of all requests together twice as many.
+    max_pooled_numbers: int = 1 << 25
     max_sequences: int = 16384  # prompts times n
     max_beam_width: int = 64  # a step of a beam search sorts all beams at once
     max_messages: int = 2048

@@ -205,6 +205,13 @@ class Moe:
     gated: bool = True
     sum_bias: bool = False
 
+    def __post_init__(self) -> None:
+        if self.top_k > self.experts:
+            raise ValueError(
+                f"config.json has {self.experts} experts in a layer, and {self.top_k} of them for each token, expected "
+                f"at most {self.experts}."
+            )
+
 
 class Layout(Enum):
     """Where a block's norms stand. A: attention, F: feed-forward, N1..N4: its norms.

@@ -34,4 +34,10 @@ GPT_OSS_NAMES = (
     + renames({f"{_MLP}.experts.gate_up_proj": "blocks.{i}.ffn.experts.gate_up"}, WeightLayout.EXPERTS_TRANSPOSED_PAIRS)
     + renames({f"{_MLP}.experts.down_proj": "blocks.{i}.ffn.experts.down"}, WeightLayout.EXPERTS_TRANSPOSED)
 )
-GPT_OSS = Family(gpt_oss, GPT_OSS_NAMES + NAMES, facts=Facts(window_pattern=2))
+# what transformers' class computes for a config without any rope settings
+_ROPE = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+_FACTS = Facts(window_pattern=2, defaults={"rope_parameters": _ROPE})
+GPT_OSS = Family(gpt_oss, GPT_OSS_NAMES + NAMES, facts=_FACTS)

@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm.config.facts import Facts, Windows
 from vllm.config.hf import HFConfig
+from vllm.model_executor.layers.rope import LongRopeScaling, YarnScaling
 from vllm.model_executor.layers.weight_layout import WeightLayout
 from vllm.model_executor.models.families.deepseek import SHARED_NAMES, dense_layers, shared_and_routed
 from vllm.model_executor.models.families.kin import OLMO2_NAMES
@@ -23,7 +24,7 @@ from vllm.model_executor.models.families.llama import (
     windows_of,
 )
 from vllm.model_executor.models.family import Family, renames
-from vllm.model_executor.models.spec import Block, Decoder, Layout, Mlp, Moe, Norm, Temperature
+from vllm.model_executor.models.spec import Block, Decoder, Layout, Mlp, Moe, Norm, Rope, Temperature
 
 
 def _norm(hf: HFConfig) -> Norm:
@@ -39,6 +40,28 @@ def _rotated(hf: HFConfig) -> list[bool]:
         return [bool(x) for x in named]
     every = hf.get_int("no_rope_layer_interval", default=4)
     return [(layer + 1) % every != 0 for layer in range(hf.num_layers)]
+
+
+def _chunked(hf: HFConfig, rotated: list[bool]) -> list[bool]:
+    """Which layers see their own chunk only: those that `layer_types` names, else those that rotate."""
+    if hf.get("layer_types", default=None) is None:
+        return rotated
+    for kind in hf.layer_types:
+        if kind not in ("chunked_attention", "full_attention"):
+            raise ValueError(
+                f"{hf.file}: layers of type {kind!r} are not supported, expected chunked_attention or full_attention."
+            )
+    return [kind == "chunked_attention" for kind in hf.layer_types]
+
+
+def _without_factor(rope: Rope) -> Rope:
+    """The rotation, its lengths kept: a norm behind it takes out the factor that some scalings have."""
+    scaling = rope.scaling
+    if isinstance(scaling, YarnScaling):
+        scaling = replace(scaling, attention_factor=1.0)
+    elif isinstance(scaling, LongRopeScaling):
+        scaling = replace(scaling, attention_factor=1.0, long_attention_factor=None)
+    return replace(rope, scaling=scaling)
 
 
 def llama4(hf: HFConfig) -> Decoder:
@@ -65,7 +88,9 @@ def llama4(hf: HFConfig) -> Decoder:
     norm = None
     if hf.get_bool("use_qk_norm", default=True):
         norm = Norm("rms", hf.get_float("rms_norm_eps", minimum=0), weight=False)
+        rope = _without_factor(rope)
     chunk = hf.get_int("attention_chunk_size", default=None)
+    chunked = _chunked(hf, rotated)
     temperature = None
     if hf.get_bool("attn_temperature_tuning", default=True):
         floor, scale = hf.get_int("floor_scale", default=8192), hf.get_float("attn_scale", default=0.1)
@@ -75,7 +100,8 @@ def llama4(hf: HFConfig) -> Decoder:
         attn = replace(block.attn, rope=None, temperature=temperature)
         if rotated[layer]:
             # the norm has no weights, so that it may as well come before the rotation
-            attn = replace(block.attn, rope=rope, qk_norm=norm, chunk=chunk)
+            attn = replace(block.attn, rope=rope, qk_norm=norm)
+        attn = replace(attn, chunk=chunk if chunked[layer] else None)
         return replace(block, attn=attn, ffn=experts if layer in sparse else mlp)
 
     return llama_like(hf, attn={**attention_bias(hf), "rope": None}, ffn=mlp, per_layer=choose)
@@ -138,6 +164,12 @@ def dots1(hf: HFConfig) -> Decoder:
     return _mixture(hf, attn, experts, dense_layers(hf), windows=windows_of(hf))
 
 
+def _dots1_window(hf: HFConfig, layer: int) -> bool:
+    """From `max_window_layers` on, whatever `use_sliding_window` says."""
+    first: int = hf.get_int("max_window_layers", default=0, minimum=0)
+    return layer >= first
+
+
 def ernie4_5(hf: HFConfig) -> Decoder:
     """ERNIE 4.5: pairs of neighbours are rotated; one switch for all biases."""
     bias = hf.get_bool("use_bias", default=False)
@@ -149,11 +181,14 @@ def ernie4_5_moe(hf: HFConfig) -> Decoder:
     """ERNIE 4.5 with experts: chosen by their softmax and a learned bias."""
     bias, act = hf.get_bool("use_bias", default=False), hf.get_str("hidden_act")
     width, shared = hf.get_int("moe_intermediate_size"), hf.get_int("moe_num_shared_experts", default=0, minimum=0)
+    count, chosen = hf.get_int("moe_num_experts"), hf.get_int("moe_k")
+    if hf.get_float("moe_norm_min", default=0.0) > chosen / count:  # the sum of the largest is never less
+        raise ValueError(f"{hf.file}: a `moe_norm_min` above moe_k / moe_num_experts is not supported.")
     experts = Moe(
         act,
         width,
-        hf.get_int("moe_num_experts"),
-        hf.get_int("moe_k"),
+        count,
+        chosen,
         shared=Mlp(act, width * shared, bias=bias) if shared else None,
         choice_bias=True,
     )
@@ -245,11 +280,11 @@ LLAMA4_INSIDE = replace(
     inside="language_model.",
     facts=replace(NO_WINDOWS, defaults={"rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": False}),
 )
-SMOLLM3 = _family(smollm3, facts=Facts(Windows.ON_REQUEST))
+SMOLLM3 = _family(smollm3, facts=Facts(Windows.ON_REQUEST, has_window=lambda hf, layer: not _rotated(hf)[layer]))
 SEED_OSS = _family(seed_oss)
 EXAONE4 = _family(exaone4, OLMO2_NAMES, Facts(window_pattern=4))
 GLM4_MOE = _family(glm4_moe, SHARED_NAMES, extra_layers="model.layers.{i}.")
-DOTS1 = _family(dots1, SHARED_NAMES, Facts(Windows.ON_REQUEST))
+DOTS1 = _family(dots1, SHARED_NAMES, Facts(has_window=_dots1_window))
 ERNIE4_5 = _family(ernie4_5)
 ERNIE4_5_MOE = _family(ernie4_5_moe, ERNIE_NAMES + SHARED_NAMES, extra_layers="model.layers.{i}.")
 HUNYUAN_DENSE = _family(hunyuan_dense, HUNYUAN_NAMES)

@@ -76,6 +76,8 @@ def phimoe(hf: HFConfig) -> Decoder:
     """Phi-3.5-MoE: LayerNorm, SparseMixer routing, a biased head."""
     norm = layer_norm(hf.get_float("rms_norm_eps", minimum=0))
     ffn = experts_of(hf, jitter=hf.get_float("router_jitter_noise", default=0.01, minimum=0))
+    if ffn.top_k != 2:
+        raise ValueError(f"{hf.file}: num_experts_per_tok is {ffn.top_k}, expected 2: these models' router takes two.")
     return llama_like(
         hf,
         norm=norm,
@@ -171,8 +173,17 @@ GRANITE_MOE_NAMES = renames(
     }
 )
 
-QWEN2_MOE = Family(qwen2_moe, QWEN_NAMES + NAMES, harmless=ROTARY_FREQUENCIES, facts=Facts(Windows.ON_REQUEST))
-QWEN3_MOE = Family(qwen3_moe, QWEN_NAMES + NAMES, harmless=ROTARY_FREQUENCIES, facts=Facts(Windows.ON_REQUEST))
+
+def _qwen2_moe_window(hf: HFConfig, layer: int) -> bool:
+    """Every second of the layers below `max_window_layers`."""
+    end: int = hf.get_int("max_window_layers", default=0, minimum=0)
+    return layer % 2 == 0 and layer < end
+
+
+_QWEN2_MOE = Facts(Windows.ON_REQUEST, has_window=_qwen2_moe_window)
+_QWEN3_MOE = Facts(Windows.ON_REQUEST, has_window=lambda hf, layer: True)
+QWEN2_MOE = Family(qwen2_moe, QWEN_NAMES + NAMES, harmless=ROTARY_FREQUENCIES, facts=_QWEN2_MOE)
+QWEN3_MOE = Family(qwen3_moe, QWEN_NAMES + NAMES, harmless=ROTARY_FREQUENCIES, facts=_QWEN3_MOE)
 OLMOE = Family(olmoe, QWEN_NAMES + NAMES, harmless=ROTARY_FREQUENCIES, facts=NO_WINDOWS)
 # as transformers calls it in memory, and so peft in files
 PHIMOE_NAMES = renames({"model.layers.{i}.mlp.router.{p}": "blocks.{i}.ffn.router.{p}"})
