@@ -705,15 +705,14 @@ def _add_change(change: Change, y: Tensor, x: Tensor) -> None:
 
 def _first_reads(p: Product, size: int) -> Behind | None:
     """The first rows of a product's weight, of a gated one of both halves, together no more than `size` bytes."""
-    weight, blocks = p.weight, 1
-    if isinstance(weight, PackedWords):
-        weight, blocks = weight.words, weight.words.shape[0]
-    elif isinstance(weight, Float8Weight):
-        weight = weight.codes
-    stride = p.outputs * weight.stride(-2) * weight.element_size()
+    weight = p.weight
+    stored = weight.words if isinstance(weight, PackedWords) else weight
+    stored = stored.codes if isinstance(stored, Float8Weight) else stored
+    stride = p.outputs * stored.stride(-2) * stored.element_size()
+    blocks = stored.shape[0] if stored.dim() == 3 else 1
     chunks = p.weight.shape[0] // p.outputs * blocks
     each = min(size // chunks, stride) // PIECE * PIECE
-    return Behind(weight, each, stride, chunks) if each and stride % 16 == 0 else None
+    return Behind(stored, each, stride, chunks) if each and stride % 16 == 0 else None
 
 
 def _takes_rounded(p: Product) -> bool:
