@@ -69,7 +69,7 @@ def test_a_stage_has_only_its_own_weights(tmp_path: Path) -> None:
     save_random_hf_model(CASES["llama"](), tmp_path)
     whole = sum(p.numel() for p in load(tmp_path).parameters())
     stages = stages_of(tmp_path, 3)
-    assert [list(stage.layers) for stage in stages] == [[0], [1], [2]]
+    assert [list(stage.layer_numbers) for stage in stages] == [[0], [1], [2]]
     assert sum(p.numel() for stage in stages for p in stage.parameters()) == whole
     assert stages[1].is_elsewhere("head.weight") and stages[1].is_elsewhere("blocks.0.attn.qkv.weight")
     assert not stages[1].is_elsewhere("blocks.1.attn.qkv.weight") and not stages[1].is_elsewhere("blocks.9.norms.0")

@@ -108,7 +108,10 @@ class ArchitectureModel(nn.Module):
         self.model.register_forward_pre_hook(self._as_step, with_kwargs=True)
         self.model.register_forward_hook(lambda *_: setattr(self, "_embeds", None), always_call=True)
         if "embed" in self.model._modules:
-            self.model.embed.register_forward_hook(lambda _, __, out: out if self._embeds is None else self._embeds)
+            # (a copy: layers overwrite what they add to)
+            self.model.embed.register_forward_hook(
+                lambda _, __, out: out if self._embeds is None else self._embeds.clone()
+            )
 
     @contextmanager
     def bound(self, step: StepInputs, kv_caches: Sequence[Tensor]) -> Iterator[None]:
