@@ -52,6 +52,7 @@ class Tiling:
     whole: bool = False  # without masks, if the tiles divide the product
     ahead: int = 0  # columns of its weights that a program asks for before it waits for its predecessor
     late: int = 0  # when the kernel behind may start; 0: at once, 1: after the one in front, 2: after the last tile
+    # 3, of `plain_few`: at once, and the one in front is waited for last; its inputs are from before that began
     registers: int = 0  # of a thread of `packed_row`, whose tilings they mark; `unroll`: blocks that are under way
 
 

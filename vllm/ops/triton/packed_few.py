@@ -48,7 +48,9 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 64  # of a tile
 _WORDS = 64
-_EXPERT_STAGES = 2  # blocks under way: programs of more than that leave less room for others
+# outputs, warps, blocks under way and at most so many registers (0: as many as it takes) of experts' products, without
+# and with a gate: programs of more blocks leave less room for others
+_EXPERT_CUTS = [(64, 4, 2, 0), (64, 4, 2, 0)]
 _MOST_PROGRAMS = 384
 
 
@@ -286,17 +288,18 @@ def experts_product(
 ) -> None:
     """What `packed_many.experts_product` computes, with tiles of few rows."""
     n, k, pair = out.shape[1], x.shape[1], 1 if act is None else 2
+    width, warps, stages, registers = _EXPERT_CUTS[pair - 1]
     kind = DTYPES[x.dtype]
     inputs = TensorDescriptor(x, [k // 64, len(x), 64], [64, k, 1], [4, rows, 64], tile_layout([4, rows, 64], kind))
     words = weight.words.view(-1, n, _WORDS)
-    box = [pair, 64, _WORDS]
+    box = [pair, width, _WORDS]
     weights = TensorDescriptor(words, list(words.shape), list(words.stride()), box, tile_layout(box, gl.int16))
-    _few_kernel[(s.most * (n // 64), 1)](
+    _few_kernel[(s.most * (n // width), 1)](
         inputs, weights, weight.scales, None, out, None, None, None, 1, 0.0, None, None, None, None, 1.0, s.tiles,
-        s.most, 0, N=n, K=k, GROUP=weight.group, CODES=4, WIDTH=k, SQUARES=8, BM=rows, BN=64, SPLIT=1,
-        STAGES=_EXPERT_STAGES, MODE=pair - 1, ACT=-1 if act is None else KINDS[act], NORM=False, NEXT=False,
-        BIAS=False, PDL=pdl, X_LAYOUT=tile_layout([rows, 64], kind), W_LAYOUT=tile_layout([64, _WORDS], gl.int16),
-        GROUPS=triton.next_power_of_2(k // 128), EXPERTS=True, num_warps=4,
+        s.most, 0, N=n, K=k, GROUP=weight.group, CODES=4, WIDTH=k, SQUARES=8, BM=rows, BN=width, SPLIT=1,
+        STAGES=stages, MODE=pair - 1, ACT=-1 if act is None else KINDS[act], NORM=False, NEXT=False,
+        BIAS=False, PDL=pdl, X_LAYOUT=tile_layout([rows, 64], kind), W_LAYOUT=tile_layout([width, _WORDS], gl.int16),
+        GROUPS=triton.next_power_of_2(k // 128), EXPERTS=True, num_warps=warps,
         **{f"ASM{i}": number_assembly(True, x.dtype == torch.float16, i) for i in range(4)},
-        **({"launch_pdl": True} if pdl else {}),
+        **({"launch_pdl": True} if pdl else {}), **({"maxnreg": registers} if registers else {}),
     )  # fmt: skip

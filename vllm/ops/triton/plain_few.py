@@ -60,16 +60,21 @@ def _few_kernel(
     PDL: gl.constexpr, LATE: gl.constexpr, X_LAYOUT: gl.constexpr, W_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Grid (N / BN, SPLIT), of up to BM rows. x: [K / 64, M, 64], w: [K / 64, rows of the weight, 64], both as
-    descriptors of tiles of SUB * 64 inputs. The rest: as in `decode_linear`.
+    descriptors of tiles of SUB * 64 inputs. LATE: as `Tiling.late`. The rest: as in `decode_linear`.
     """
-    COUNT: gl.constexpr = K // (64 * SUB * SPLIT)
+    BLOCKS: gl.constexpr = K // (64 * SUB)
+    COUNT: gl.constexpr = (BLOCKS + SPLIT - 1) // SPLIT  # of the longest share
+    EVEN: gl.constexpr = BLOCKS % SPLIT == 0
     TILES: gl.constexpr = 2 if MODE == 1 else 1
     FIRST: gl.constexpr = STAGES if STAGES < COUNT else COUNT
     dtype: gl.constexpr = x.dtype
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BM, 16])
     pid = gl.program_id(0)
     share = gl.program_id(1)
-    begin = share * COUNT
+    begin = share * BLOCKS // SPLIT
+    count = COUNT
+    if not EVEN:
+        count = (share + 1) * BLOCKS // SPLIT - begin
     x_places = gl.allocate_shared_memory(dtype, [STAGES, SUB, BM, 64], x.layout)
     w_places = gl.allocate_shared_memory(dtype, [STAGES * TILES, SUB, BN, 64], w.layout)
     xs = view(x_places, dtype, [STAGES * SUB, BM, 64], X_LAYOUT)
@@ -78,21 +83,21 @@ def _few_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(there.index(i), count=1)
     fence_async_shared()
-    if PDL and LATE == 0:
+    if PDL and (LATE == 0 or LATE == 3):
         gdc_launch_dependents()
     for i in gl.static_range(FIRST):
-        _ask_weights(w, there, w_places, begin, i, pid, True, N, BN, BM, SUB, TILES, STAGES)
+        _ask_weights(w, there, w_places, begin, i, pid, EVEN or i < count, N, BN, BM, SUB, TILES, STAGES)
     n = pid * BN + gl.arange(0, BN, gl.SliceLayout(1, mma))
     m = gl.arange(0, BM, gl.SliceLayout(0, mma))
     keep = (m < M)[None, :]
     at = m[None, :] * N + n[:, None]
     first_bias, second_bias, factor = ask_constants(bias, next_weight, n, n < N, N, MODE, NEXT, BIAS)
-    if PDL:
+    if PDL and LATE != 3:
         gdc_wait()
         if LATE == 1:
             gdc_launch_dependents()
     for i in gl.static_range(FIRST):
-        load_tile(x, [(begin + i) * SUB, 0, 0], there.index(i), x_places.index(i))
+        load_tile(x, [(begin + i) * SUB, 0, 0], there.index(i), x_places.index(i), pred=EVEN or i < count)
     parts = ask_squares(squares_in, tiles_in, M, SQUARES, BM, NORM)
     before = n
     if MODE == 2:
@@ -100,7 +105,7 @@ def _few_kernel(
     acc = gl.zeros([BN, BM], gl.float32, mma)
     up = acc
     zero = acc
-    for b in range(COUNT):
+    for b in range(count):
         slot = b % STAGES
         mbarrier.wait(there.index(slot), b // STAGES % 2)
         for s in gl.static_range(SUB):
@@ -114,11 +119,13 @@ def _few_kernel(
             acc = warpgroup_mma_wait(0, deps=(acc,))
         if STAGES < COUNT:
             following = b + STAGES
-            more = following < COUNT
+            more = following < count
             _ask_weights(w, there, w_places, begin, following, pid, more, N, BN, BM, SUB, TILES, STAGES)
             load_tile(x, [(begin + following) * SUB, 0, 0], there.index(slot), x_places.index(slot), pred=more)
     if PDL and LATE == 2:
         gdc_launch_dependents()
+    if PDL and LATE == 3:
+        gdc_wait()
     if SPLIT > 1:
         last = leave_share(acc, up, part, arrived + pid, at, keep, share, BM * N, SPLIT, TILES == 2)
         if not last:
