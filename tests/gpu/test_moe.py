@@ -7,7 +7,12 @@ from vllm.ops import moe
 from vllm.ops.triton import moe as kernels
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-SHAPES = {"mixtral-like": (512, 1792, 8, 2), "many small experts": (256, 96, 60, 8), "odd": (200, 76, 5, 3)}
+SHAPES = {
+    "mixtral-like": (512, 1792, 8, 2),
+    "many small experts": (256, 96, 60, 8),
+    "few pieces": (1536, 512, 40, 8),
+    "odd": (200, 76, 5, 3),
+}
 
 
 def inputs(tokens, shape, dtype):

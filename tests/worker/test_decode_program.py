@@ -30,7 +30,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from vllm.ops.bitmask import apply_bitmask
 from vllm.ops.quantized_weights import InputQuant, round_to_fp8, round_to_groups
-from vllm.ops.triton import decode_latent, decode_linear
+from vllm.ops.triton import decode_latent, decode_linear, plain_few
 from vllm.ops.triton.decode_linear import GATED, STORE, Product
 from vllm.ops.triton.decode_parts import Tiling
 from vllm.ops.triton.decode_step import IMPOSSIBLE, Drawing
@@ -41,7 +41,7 @@ from vllm.step.rng import stream_start
 from vllm.worker import decode_program, decode_weights
 from vllm.worker.cuda_precompile import stages_of
 from vllm.worker.decode_program import DecodeProgram, _first_reads, choose_step_tiling, read_weights
-from vllm.worker.decode_weights import Linear
+from vllm.worker.decode_weights import Linear, ProgramWeights
 
 BLOCK = 16
 LENGTHS = (23, 6)
@@ -293,6 +293,78 @@ def test_stages_one_after_the_other_give_what_all_layers_do(name, walk, monkeypa
     wanted, logits = general(spec)
     assert error(hidden, wanted) < LIMIT
     assert ids.tolist() == logits.argmax(-1).tolist()
+
+
+def of_shapes(spec: Decoder, qkv: tuple[int, int], up: tuple[int, int], **changes: Any) -> ProgramWeights:
+    """The weights of a small model whose products are as large as these, and which has nothing in them."""
+    model = build(spec, torch.float32)
+    _, caches, _, _, _ = setting(model)
+    weights = read_weights(model, caches)
+    assert weights is not None
+
+    def linear(outputs: int, inputs: int) -> Linear:
+        return Linear(torch.empty_strided((outputs, inputs), (inputs, 1), dtype=torch.bfloat16, device="meta"))
+
+    layers = []
+    for layer in weights.layers:
+        down = linear(up[1], up[0] // (2 if layer.ffn.gated else 1))
+        ffn = replace(layer.ffn, up=linear(*up), down=down)
+        layers.append(replace(layer, qkv=linear(*qkv), o=linear(qkv[1], qkv[1]), ffn=ffn, **changes))
+    return replace(weights, layers=layers)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """Tilings as for a Hopper GPU."""
+    monkeypatch.setattr(decode_linear, "has_warp_roles", lambda: True)
+    monkeypatch.setattr(plain_few, "processors", lambda: 132)
+
+
+def test_a_parallel_mlp_multiplies_before_attention_has_ended(hopper):
+    """Where its inputs are those of qkv, which lets attention begin when they are there."""
+    shapes = (7680, 2560), (10240, 2560)
+    weights = of_shapes(PHI, *shapes)
+    t = choose_step_tiling(weights, 32, 256)
+    assert (t.qkv.late, t.up.late, t.up.split) == (1, 3, 1)
+    norm = replace(weights.layers[0].norms[0], bias=None, center=False)
+    others = {
+        "a norm that folds": of_shapes(PHI, *shapes, norms=(norm,)),
+        "a norm of its own": of_shapes(PHI, *shapes, layout=Layout.PARALLEL),
+        "behind attention": of_shapes(PHI, *shapes, layout=Layout.PRE),
+        "qkv in many programs": of_shapes(PHI, (16384, 2560), (10240, 2560)),
+    }
+    for name, other in others.items():
+        assert choose_step_tiling(other, 32, 256).up.late == 0, name
+    assert choose_step_tiling(weights, 1, 256).up.late == 0
+    assert choose_step_tiling(weights, 100, 256).up.late == 0
+    assert choose_step_tiling(weights, 32, 256, adapted=True).up.late == 0
+
+
+def test_a_tiling_that_would_read_what_is_not_there_is_refused():
+    model = build(PHI, torch.float32)
+    _, caches, _, slots, positions = setting(model)
+    weights = read_weights(model, caches)
+    chosen = choose_step_tiling(weights, 2, 64)
+    up, qkv = replace(chosen.up, whole=True, split=1, late=3), replace(chosen.qkv, late=1)
+    good = replace(chosen, up=up, qkv=qkv)
+    DecodeProgram(weights, 2, 64, slots, positions, tiling=good)
+    pre = replace(weights, layers=[replace(layer, layout=Layout.PARALLEL) for layer in weights.layers])
+    for w, t in (
+        (weights, replace(good, qkv=replace(qkv, late=0))),
+        (weights, replace(good, qkv=replace(qkv, vector=True))),
+        (weights, replace(good, up=replace(up, split=2))),
+        (weights, replace(good, up=replace(up, whole=False))),
+        (pre, good),
+    ):
+        with pytest.raises(ValueError, match="cannot begin before attention"):
+            DecodeProgram(w, 2, 64, slots, positions, tiling=t)
+
+
+def test_before_attention_of_large_heads_qkv_takes_all_the_room(hopper):
+    specs = BASES["plain"], with_block(attn=Attn(2, 1, 256, Rope(256)))
+    weights = [of_shapes(spec, (4096, 2304), (18432, 2304)) for spec in specs]
+    stages = [choose_step_tiling(w, 32, 256).qkv.stages for w in weights]
+    assert stages == [5, 9]
 
 
 def test_a_stage_without_a_head_needs_room_for_its_stream():

@@ -15,7 +15,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-import triton
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -156,8 +155,6 @@ def choose_step_tiling(w: ProgramWeights, rows: int, width: int, adapted: bool =
         least = 128
     elif filling and light:
         ahead = 128
-    # heads in two tiles, of which the second is narrow
-    narrow = not (few or eight or large) and rows <= MAX_ROWS and head_dim != triton.next_power_of_2(head_dim)
     if isinstance(attn, LatentDecode):
         splits = choose_latent_splits(rows, attn.heads)
     behind = 0  # memory rests while one row's attention computes; of wide plain weights there is too much to read
@@ -172,8 +169,11 @@ def choose_step_tiling(w: ProgramWeights, rows: int, width: int, adapted: bool =
         if alone and mlp.gated and mlp.up.bias is None and isinstance(mlp.up.weight, Tensor) and not adapted:
             wide_gate = choose_wide_gate(rows, *mlp.up.weight.shape)
     plain_head = alone and w.head is not None and w.head_bias is None
-    return StepTiling(
-        product(layer.qkv, STORE),
+    qkv = product(layer.qkv, STORE)
+    if large and isinstance(layer.qkv.weight, Tensor) and qkv.late:  # they make less of room that is left
+        qkv = replace(qkv, stages=2 * qkv.stages - 1)
+    chosen = StepTiling(
+        qkv,
         o,
         up,
         down,
@@ -182,12 +182,12 @@ def choose_step_tiling(w: ProgramWeights, rows: int, width: int, adapted: bool =
         tile=128
         if deep or (eight and not (few or large))
         else 64
-        if narrow or ((wide or long or (few and light)) and not (large or shared))
+        if (wide or long or (few and light)) and not (large or shared)
         else 32,
         warps=4
         if one or large or long or shared or deep or (few and light) or (eight and not few)
         else 2
-        if wide or narrow
+        if wide
         else 1,
         stages=3 if long or (eight and not (few or large)) else 2,
         early=one or (few and light and not large),
@@ -198,6 +198,23 @@ def choose_step_tiling(w: ProgramWeights, rows: int, width: int, adapted: bool =
         wide_head=choose_wide_head(rows) if plain_head and not adapted else None,
         router=None if experts is None else product(experts.router, STORE),
     )
+    return replace(chosen, up=replace(up, late=3)) if _may_foresee(w, chosen) else chosen
+
+
+def _may_foresee(w: ProgramWeights, t: StepTiling) -> bool:
+    """Whether `up` may multiply before attention has ended: rows that were there before qkv let attention begin, by
+    copies past the L1, and without a place for shares, which qkv's may still need.
+    """
+    plain = all(
+        layer.layout is Layout.PARALLEL_SHARED
+        and not layer.norms[0].folds
+        and isinstance(layer.ffn, MlpWeights)
+        and isinstance(layer.qkv.weight, Tensor)
+        and isinstance(layer.ffn.up.weight, Tensor)
+        for layer in w.layers
+    )
+    own = t.up.whole and not (t.up.vector or t.qkv.vector)  # kernels that know of it
+    return plain and own and t.qkv.late in (1, 2) and t.up.split == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +248,8 @@ class DecodeProgram:
         if adapted and not weights.takes_adapters:
             raise ValueError("The fused step does not know what adapters add to these weights.")
         self._tiling = t = choose_step_tiling(weights, rows, width, adapted) if tiling is None else tiling
+        if t.up.late == 3 and not _may_foresee(weights, t):
+            raise ValueError("The first product of the MLP cannot begin before attention has ended.")
         self._alone, self._few = weights.tp.world == 1, rows <= MAX_ROWS
         self._adapters = None if adapters is None else _AdapterRows(weights, rows, adapters)
         self._products = [self._layer_products(layer) for layer in weights.layers]

@@ -8,6 +8,8 @@ The language of those kernels has no interpreter.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 
@@ -19,7 +21,7 @@ from vllm.ops.triton.packed_experts import PackedStack
 from vllm.ops.triton.packed_linear import PackedWords
 from vllm.ops.triton.precompile import _NoDevice
 
-INPUTS, OUTPUTS = 4096, {STORE: 4096, GATED: 4096, RESIDUAL: 2048}
+INPUTS, OUTPUTS = 4096, {STORE: 4096, GATED: 4096, RESIDUAL: 2560}
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -44,7 +46,9 @@ def stack(experts: int, rows: int) -> PackedStack:
     return found
 
 
-def product(weight: torch.Tensor | PackedWords | Float8Weight, mode: int, rows: int, dtype: torch.dtype) -> None:
+def product(
+    weight: torch.Tensor | PackedWords | Float8Weight, mode: int, rows: int, dtype: torch.dtype, late: int | None = None
+) -> None:
     """RESIDUAL: with a norm behind it; the others have one in front, and a bias or an activation."""
     if isinstance(weight, torch.Tensor):
         tiling = plain_few.choose_plain_tiling(rows, weight, mode)
@@ -53,6 +57,7 @@ def product(weight: torch.Tensor | PackedWords | Float8Weight, mode: int, rows: 
     else:
         tiling = packed_few.choose_few_tiling(rows, weight, mode)
     assert tiling is not None
+    tiling = tiling if late is None else replace(tiling, late=late)
     outputs, residual = OUTPUTS[mode], mode == RESIDUAL
     squares = empty(rows, 64, dtype=torch.float32)
     stream = Stream(
@@ -78,6 +83,8 @@ def main() -> None:
         outputs = OUTPUTS[mode] * (2 if mode == GATED else 1)
         words = packed(outputs)
         product(empty(outputs, INPUTS, dtype=dtype), mode, rows, dtype)
+        if mode == STORE:
+            product(empty(outputs, INPUTS, dtype=dtype), mode, rows, dtype, 3)
         codes = empty(outputs, INPUTS, dtype=torch.float8_e4m3fn)
         for weight in (words, Float8Weight(codes, empty(outputs, dtype=torch.float32), None)):
             product(weight, mode, 1, dtype)

@@ -28,6 +28,7 @@ from vllm.ops.triton.decode_linear import (
     choose_tiling,
     run_product,
 )
+from vllm.ops.triton.decode_parts import processors
 from vllm.ops.triton.decode_step import (
     IMPOSSIBLE,
     NOT_FINITE,
@@ -569,16 +570,32 @@ def test_chosen_tilings_divide_the_product(rows, inputs):
 
 
 @pytest.mark.parametrize("rows", [2, 16, 32, 64])
-@pytest.mark.parametrize("outputs", [1024, 2048, 3072, 4096, 14336])
+@pytest.mark.parametrize("outputs", [1024, 1536, 2048, 2560, 3072, 4096, 14336])
 @pytest.mark.parametrize("inputs", [896, 2048, 2304, 4096, 11008, 14336])
 @pytest.mark.parametrize("mode", [STORE, GATED, RESIDUAL, ARGMAX])
-def test_tilings_of_plain_weights_divide_the_product_and_fit_a_processor(rows, outputs, inputs, mode):
+def test_tilings_of_plain_weights_divide_the_product_into_blocks_and_fit_a_processor(rows, outputs, inputs, mode):
     pair = 2 if mode == GATED else 1
     t = plain_few.choose_plain_tiling(rows, torch.empty(pair * outputs, inputs, dtype=torch.half, device="meta"), mode)
     if t is not None:
-        assert inputs % (t.split * t.depth) == outputs % t.rows == 0 and 2 <= t.stages <= inputs // t.split // t.depth
+        assert inputs % t.depth == outputs % t.rows == 0 and 2 <= t.stages <= inputs // t.depth // t.split
+        assert t.split == 1 or outputs // t.rows * t.split <= processors()
         assert t.stages * (pair * t.rows + max(16, rows)) * t.depth * 2 < 227 << 10
     assert t is None or mode != ARGMAX
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "shares"),
+    [
+        (2560, 10240, 3), (2304, 9216, 3), (2048, 11008, 4), (2048, 8192, 4), (3584, 14336, 2), (4096, 14336, 2),
+        (5120, 13824, 1), (2560, 2560, 2), (2304, 2048, 2), (2048, 2048, 2), (1536, 1536, 4), (1536, 8960, None),
+        (2048, 10944, None),
+    ],
+)  # fmt: skip
+def test_second_products_take_as_many_shares_as_there_are_processors_for(outputs, inputs, shares, monkeypatch):
+    monkeypatch.setattr(plain_few, "processors", lambda: 132)
+    weight = torch.empty(outputs, inputs, dtype=torch.bfloat16, device="meta")
+    t = plain_few.choose_plain_tiling(32, weight, RESIDUAL)
+    assert (t and t.split) == shares
 
 
 def test_drawn_tokens_are_those_of_the_sampler():

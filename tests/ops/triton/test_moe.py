@@ -196,6 +196,8 @@ def test_products_of_many_rows_with_and_without_descriptors(tma, monkeypatch):
 
 def test_tiles_are_deep_where_they_divide_the_inputs():
     few = kernels._choose_tiling(256, 40, 1536, 512, torch.bfloat16)
+    assert (few.gated, few.plain) == (kernels._SHORT, kernels._SHORT)
+    few = kernels._choose_tiling(256, 64, 2048, 1024, torch.bfloat16)
     assert (few.gated, few.plain) == (kernels._DEEP, kernels._DEEP)
     few = kernels._choose_tiling(192, 64, 2048, 1408, torch.bfloat16)
     assert (few.gated, few.plain) == (kernels._DEEP, kernels._FEW.plain)

@@ -364,6 +364,7 @@ class _Tiling:
 
 
 _DEEP = (32, 256, 4, 3)  # where few rows have most weights read, and the pieces divide the inputs
+_SHORT = (32, 256, 4, 2)  # the same with few pieces
 _FEWEST = _Tiling(16, (32, 128, 4, 4), (32, 128, 4, 4))  # where wider tiles are too few for the device
 _FEW = _Tiling(16, (64, 128, 4, 4), (64, 128, 4, 4))
 _SOME = _Tiling(64, (64, 64, 4, 4), (128, 64, 4, 4))
@@ -378,7 +379,10 @@ def _choose_tiling(pairs: int, experts: int, hidden: int, inner: int, dtype: tor
     if each <= 16:
         if min(pairs, experts) * inner // 64 < 2 * processors():
             return _FEWEST
-        first, second = (_DEEP if each <= 8 and n % 256 == 0 else _FEW.plain for n in (hidden, inner))
+        first, second = (
+            _FEW.plain if each > 8 or n % 256 else _SHORT if n <= most else _DEEP
+            for n, most in ((hidden, 1536), (inner, 512))
+        )
         return _Tiling(16, first, second)
     return _SOME if each <= 64 else _MANY
 

@@ -48,9 +48,6 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 64  # of a tile
 _WORDS = 64
-# outputs, warps, blocks under way and at most so many registers (0: as many as it takes) of experts' products, without
-# and with a gate: programs of more blocks leave less room for others
-_EXPERT_CUTS = [(64, 4, 2, 0), (64, 4, 2, 0)]
 _MOST_PROGRAMS = 384
 
 
@@ -288,7 +285,8 @@ def experts_product(
 ) -> None:
     """What `packed_many.experts_product` computes, with tiles of few rows."""
     n, k, pair = out.shape[1], x.shape[1], 1 if act is None else 2
-    width, warps, stages, registers = _EXPERT_CUTS[pair - 1]
+    # programs of more outputs or of more blocks under way leave less room for others, which first products need
+    width, stages = (128, 3) if pair == 1 and rows == 16 else (64, 2)
     kind = DTYPES[x.dtype]
     inputs = TensorDescriptor(x, [k // 64, len(x), 64], [64, k, 1], [4, rows, 64], tile_layout([4, rows, 64], kind))
     words = weight.words.view(-1, n, _WORDS)
@@ -299,7 +297,7 @@ def experts_product(
         s.most, 0, N=n, K=k, GROUP=weight.group, CODES=4, WIDTH=k, SQUARES=8, BM=rows, BN=width, SPLIT=1,
         STAGES=stages, MODE=pair - 1, ACT=-1 if act is None else KINDS[act], NORM=False, NEXT=False,
         BIAS=False, PDL=pdl, X_LAYOUT=tile_layout([rows, 64], kind), W_LAYOUT=tile_layout([width, _WORDS], gl.int16),
-        GROUPS=triton.next_power_of_2(k // 128), EXPERTS=True, num_warps=warps,
+        GROUPS=triton.next_power_of_2(k // 128), EXPERTS=True, num_warps=4,
         **{f"ASM{i}": number_assembly(True, x.dtype == torch.float16, i) for i in range(4)},
-        **({"launch_pdl": True} if pdl else {}), **({"maxnreg": registers} if registers else {}),
+        **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

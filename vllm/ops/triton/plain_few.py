@@ -162,24 +162,21 @@ def launch_plain(
 
 
 def choose_plain_tiling(rows: int, weight: Tensor, mode: int) -> Tiling | None:
-    """From times of whole steps on an H100 (`h100_few_rows.json`); None where the kernel in Triton is as fast, or the
-    only one.
+    """From times of whole steps (`h100_few_rows.json`, `h200_rows32_py22.json`); None where the kernel in Triton is as
+    fast, or the only one.
     """
     pair = 2 if mode == GATED else 1
     outputs, inputs = weight.shape[0] // pair, weight.shape[1]
     tiles = outputs // 64
     if not 1 < rows <= 64 or mode == ARGMAX or weight.dtype not in DTYPES or outputs % 64 or inputs % 64:
         return None
-    if tiles < (40 if mode == GATED else 48 if mode == STORE else 32):
+    if tiles < (40 if mode == GATED else 48 if mode == STORE else 32 if inputs > 2048 else 24):
         return None
-    split = 1
-    while mode == RESIDUAL and split < 4 and 2 * tiles * split <= processors() and inputs % (128 * split) == 0:
-        if inputs // (2 * split) < 1024:
-            break
-        split *= 2
-    depth = 128 if inputs // split % 128 == 0 else 64
-    if mode == RESIDUAL and depth == 64:  # steps of Qwen2.5-3B are slower
-        return None
+    depth, split = 128 if inputs % 128 == 0 else 64, 1
+    if mode == RESIDUAL:  # as many shares as there are processors for, if each is worth it
+        if depth == 64:  # steps of Qwen2.5-3B are slower
+            return None
+        split = max(1, min(4, processors() // tiles, inputs // (1024 if tiles >= 32 else 256)))
     stage = (pair * 64 + max(16, triton.next_power_of_2(rows))) * depth * 2
     alone = tiles * split <= processors()  # a program a processor
     room = MEMORY // (1 if alone else 2) - 1024
