@@ -596,6 +596,8 @@ def test_second_products_take_as_many_shares_as_there_are_processors_for(outputs
     weight = torch.empty(outputs, inputs, dtype=torch.bfloat16, device="meta")
     t = plain_few.choose_plain_tiling(32, weight, RESIDUAL)
     assert (t and t.split) == shares
+    more = plain_few.choose_plain_tiling(64, weight, RESIDUAL)
+    assert (more and more.split) == (None if (outputs, inputs) == (2048, 11008) else shares)
 
 
 def test_drawn_tokens_are_those_of_the_sampler():

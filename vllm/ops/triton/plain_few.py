@@ -177,6 +177,8 @@ def choose_plain_tiling(rows: int, weight: Tensor, mode: int) -> Tiling | None:
         if depth == 64:  # steps of Qwen2.5-3B are slower
             return None
         split = max(1, min(4, processors() // tiles, inputs // (1024 if tiles >= 32 else 256)))
+        if rows > 32 and split == 4 and inputs % (4 * depth):  # likewise
+            return None
     stage = (pair * 64 + max(16, triton.next_power_of_2(rows))) * depth * 2
     alone = tiles * split <= processors()  # a program a processor
     room = MEMORY // (1 if alone else 2) - 1024
