@@ -79,6 +79,7 @@ def main() -> None:
     packed_few._few_kernel = Compiled(packed_few._few_kernel)
     packed_many._many_kernel = Compiled(packed_many._many_kernel)
     packed_row._row_kernel = Compiled(packed_row._row_kernel, "mma.sync")
+    packed_row.float8_row_kernel = Compiled(packed_row.float8_row_kernel, "mma.sync")
     for mode, rows, dtype in ((STORE, 3, torch.float16), (GATED, 32, torch.bfloat16), (RESIDUAL, 17, torch.bfloat16)):
         outputs = OUTPUTS[mode] * (2 if mode == GATED else 1)
         words = packed(outputs)
@@ -87,7 +88,8 @@ def main() -> None:
             product(empty(outputs, INPUTS, dtype=dtype), mode, rows, dtype, 3)
         codes = empty(outputs, INPUTS, dtype=torch.float8_e4m3fn)
         for weight in (words, Float8Weight(codes, empty(outputs, dtype=torch.float32), None)):
-            product(weight, mode, 1, dtype)
+            product(weight, mode, 1, torch.float16)
+            product(weight, mode, 1, torch.bfloat16)
             product(weight, mode, rows, dtype)
         act = "silu" if mode == GATED else None
         packed_many.many_rows_product(empty(200, INPUTS, dtype=dtype), words, dtype, act=act, pdl=True)

@@ -41,6 +41,21 @@ def ask_squares(
 
 
 @gluon.jit
+def ask_inputs(
+    squares_in, tiles_in, h, n, in_n, MODE: gl.constexpr, NORM: gl.constexpr, SQUARES: gl.constexpr
+):  # fmt: skip
+    """`decode_parts.ask_inputs`."""
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    parts, before = n, n
+    if NORM:
+        j = gl.arange(0, SQUARES, line)
+        parts = gl.load(squares_in + j, mask=j < tiles_in, other=0.0)
+    if MODE == 2:
+        before = gl.load(h + n, mask=in_n, other=0.0)
+    return parts, before
+
+
+@gluon.jit
 def inverse_rms(parts, m, width, eps, NORM: gl.constexpr):
     """1 / rms of rows m of whose squares `ask_squares` has asked the parts; without NORM anything."""
     factor = m

@@ -1,10 +1,10 @@
 """The product of one row with weights of 4 bits or 8-bit floats on Hopper GPUs, in Gluon: a lane loads the words of
 which the matrix units take numbers from it, several blocks at once and before the kernel in front has ended.
 
-A block is 128 bytes of an output: of 4 bits 256 inputs, as in `packed_linear` with 64 words, of 8-bit floats 128, as in
-`float8`. Each warp takes blocks of its own, of 16 outputs (of a gated product 8 of each half). The order of inputs
-within a product of the matrix units is free: the four words of 32 bits that a lane loads of an output at once are
-operands of two of them for each code. All columns of the right operand are the one row.
+A block is 128 bytes of an output: of 4 bits 256 inputs, as in `packed_linear` with 64 words, of 8-bit floats, whose
+kernel is in `float8_row`, 128, as in `float8`. Each warp takes blocks of its own, of 16 outputs (of a gated product 8
+of each half). The order of inputs within a product of the matrix units is free: the four words of 32 bits that a lane
+loads of an output at once are operands of two of them for each code. All columns of the right operand are the one row.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from vllm.ops.triton.decode_parts import Tiling, ask_constants, finish_row
 from vllm.ops.triton.float8 import Float8Weight
+from vllm.ops.triton.float8_row import float8_row_kernel
+from vllm.ops.triton.hopper_parts import ask_inputs
 from vllm.ops.triton.packed_linear import PackedWords
 
 if TYPE_CHECKING:
@@ -29,36 +31,25 @@ _MOST_BLOCKS = 16  # of a warp, whose loop over them is written out
 
 
 @triton.constexpr_function
-def _block_assembly(codes, half):
+def _block_assembly(half):
     """Sums of a block for a lane's two outputs: $0, $1 of the first, over the first and the second half of the codes in
     a word, $2, $3 of the second. Words: $4 to $7 of the first output, $8 to $11 of the second, then both again, of the
-    second pieces. Inputs: from $20 on, 4 for each code and piece. codes: 4 of 4 bits in 16, or 2 of 8-bit floats.
+    second pieces. Inputs: from $20 on, 4 for each of the 4 codes in 16 bits and each piece.
     """
     kind, fma = ("f16", "fma.rn.f16x2") if half else ("bf16", "fma.rn.bf16x2")
-    if codes == 4:  # 0x4300 | c is 128 + c in bfloat16, 0x6400 | c is 1024 + c in float16
-        magic = "0x64006400" if half else "0x43004300"
-        factor, more = ("0x3C003C00", "0xE408E408") if half else ("0x3F803F80", "0xC308C308")
-    else:  # the bits of a float8 are those of a wider float but for the exponent's bias
-        magic = "0x3F803F80" if half else "0x07F007F0"
-        factor, more = ("0x5C005C00" if half else "0x7B807B80"), "0x80008000"
-    text = "{ .reg .b32 a<4>, u, factor, more; .reg .f32 s<4>, t<4>; "
+    magic = "0x64006400" if half else "0x43004300"  # 0x4300 | c is 128 + c in bfloat16, 0x6400 | c 1024 + c in float16
+    factor, more = ("0x3C003C00", "0xE408E408") if half else ("0x3F803F80", "0xC308C308")
+    text = "{ .reg .b32 a<4>, factor, more; .reg .f32 s<4>, t<4>; "
     text += f"mov.b32 factor, {factor}; mov.b32 more, {more}; "
     text += "".join(f"mov.f32 s{c}, 0f00000000; mov.f32 t{c}, 0f00000000; " for c in range(4))
     for h in range(2):
-        for i in range(codes):
+        for i in range(4):
             for j in range(2):
                 for a in range(4):  # of the first and the second output, then again of the next word
                     source = f"${4 + 8 * h + 4 * (a % 2) + 2 * j + a // 2}"
-                    if codes == 4:
-                        text += f"shr.b32 a{a}, {source}, {4 * i}; " if i else f"mov.b32 a{a}, {source}; "
-                        text += f"lop3.b32 a{a}, a{a}, 0x000F000F, {magic}, 0xEA; "
-                    else:
-                        up = (7 if half else 4) - 8 * i
-                        text += f"shl.b32 a{a}, {source}, {up}; " if up > 0 else f"shr.b32 a{a}, {source}, {-up}; "
-                        text += f"mov.b32 u, {source}; " if i else f"shl.b32 u, {source}, 8; "
-                        text += f"and.b32 a{a}, a{a}, {magic}; lop3.b32 a{a}, u, 0x80008000, a{a}, 0xEA; "
-                    text += f"{fma} a{a}, a{a}, factor, more; "
-                sums = ", ".join(f"{'s' if i < codes // 2 else 't'}{c}" for c in range(4))
+                    text += f"shr.b32 a{a}, {source}, {4 * i}; " if i else f"mov.b32 a{a}, {source}; "
+                    text += f"lop3.b32 a{a}, a{a}, 0x000F000F, {magic}, 0xEA; {fma} a{a}, a{a}, factor, more; "
+                sums = ", ".join(f"{'s' if i < 2 else 't'}{c}" for c in range(4))
                 x = 20 + 8 * i + 4 * h + 2 * j
                 text += f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{{sums}}}, {{a0, a1, a2, a3}}, "
                 text += f"{{${x}, ${x + 1}}}, {{{sums}}}; "
@@ -67,7 +58,7 @@ def _block_assembly(codes, half):
 
 @triton.constexpr_function
 def _total_assembly(half):
-    """Sums of a block's inputs, with 4 codes: $0, $2 of its first half, $1, $3 of its second. Inputs: from $4 on."""
+    """Sums of a block's inputs: $0, $2 of its first half, $1, $3 of its second. Inputs: from $4 on."""
     kind, one = ("f16", "0x3C003C00") if half else ("bf16", "0x3F803F80")
     text = f"{{ .reg .b32 one; .reg .f32 s<4>, t<4>; mov.b32 one, {one}; "
     text += "".join(f"mov.f32 s{c}, 0f00000000; mov.f32 t{c}, 0f00000000; " for c in range(4))
@@ -94,22 +85,19 @@ def _ask_words(at, APART: gl.constexpr):
 
 
 @gluon.jit
-def _ask_inputs(at, CODES: gl.constexpr):
+def _ask_row(at):
     """The inputs of a block that a lane multiplies, by code and piece."""
-    found = (gl.load(at), gl.load(at + 16), gl.load(at + 32), gl.load(at + 48))
-    if CODES == 4:
-        found += (gl.load(at + 64), gl.load(at + 80), gl.load(at + 96), gl.load(at + 112))  # type: ignore[assignment]
-    return found
+    return (
+        gl.load(at), gl.load(at + 16), gl.load(at + 32), gl.load(at + 48),
+        gl.load(at + 64), gl.load(at + 80), gl.load(at + 96), gl.load(at + 112),
+    )  # fmt: skip
 
 
 @gluon.jit
-def _sums(w, x, CODES: gl.constexpr, HALF: gl.constexpr):
-    ASM: gl.constexpr = _block_assembly(CODES, HALF)
-    CONSTRAINTS: gl.constexpr = _constraints(16 + 8 * CODES)
-    if CODES == 4:
-        operands = [w[0], w[1], w[2], w[3], x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7]]
-    else:
-        operands = [w[0], w[1], w[2], w[3], x[0], x[1], x[2], x[3]]
+def _sums(w, x, HALF: gl.constexpr):
+    ASM: gl.constexpr = _block_assembly(HALF)
+    CONSTRAINTS: gl.constexpr = _constraints(48)
+    operands = [w[0], w[1], w[2], w[3], x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7]]
     return gl.inline_asm_elementwise(ASM, CONSTRAINTS, operands, dtype=gl.float32, is_pure=False, pack=4)
 
 
@@ -124,24 +112,20 @@ def _totals(x, HALF: gl.constexpr):
 @gluon.jit(do_not_specialize=["tiles_in"])
 def _row_kernel(
     x, words, scales, offsets, bias, out, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out,
-    scale: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, CODES: gl.constexpr,
-    WIDTH: gl.constexpr, SQUARES: gl.constexpr, AHEAD: gl.constexpr, MODE: gl.constexpr, ACT: gl.constexpr,
-    NORM: gl.constexpr, NEXT: gl.constexpr, BIAS: gl.constexpr, OFFSETS: gl.constexpr, PDL: gl.constexpr,
-    LATE: gl.constexpr,
+    scale: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, WIDTH: gl.constexpr,
+    SQUARES: gl.constexpr, AHEAD: gl.constexpr, MODE: gl.constexpr, ACT: gl.constexpr, NORM: gl.constexpr,
+    NEXT: gl.constexpr, BIAS: gl.constexpr, OFFSETS: gl.constexpr, PDL: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
     """Grid (N / 16,), of gated products (N / 8,). AHEAD: blocks of which a warp has asked for the words. SQUARES: at
-    least the tiles of the norm in front. CODES: in 16 bits; 2 of 8-bit floats, whose scales are one for an output.
-    LATE: as `Tiling.late`.
+    least the tiles of the norm in front. LATE: as `Tiling.late`.
     """
     WARPS: gl.constexpr = gl.num_warps()
-    BLOCK: gl.constexpr = 64 * CODES
-    SHARE: gl.constexpr = K // BLOCK // WARPS
+    SHARE: gl.constexpr = K // 256 // WARPS
     GATED: gl.constexpr = MODE == 1
     ROWS: gl.constexpr = 2 * N if GATED else N
     BN: gl.constexpr = 8 if GATED else 16
     SECOND: gl.constexpr = N if GATED else 8  # a lane's second output behind its first
-    ROW: gl.constexpr = 32 if CODES == 4 else K // 4  # words of 32 bits between outputs, and between blocks
-    STEP: gl.constexpr = ROWS * 32 if CODES == 4 else 32
+    STEP: gl.constexpr = ROWS * 32  # words of 32 bits between blocks; 32 between outputs
     HALF: gl.constexpr = x.dtype.element_ty == gl.float16
     lanes: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
     line: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
@@ -153,43 +137,33 @@ def _row_kernel(
     first = thread // 32 * SHARE
     if PDL and LATE == 0:
         gdc_launch_dependents()
-    at = words.to(gl.pointer_type(gl.int32)) + (first * STEP + row * ROW + q * 4)[:, None] + e[None, :]
+    at = words.to(gl.pointer_type(gl.int32)) + (first * STEP + row * 32 + q * 4)[:, None] + e[None, :]
     row4 = row[:, None] + (e // 2 * SECOND)[None, :]  # of each sum
     half = (first * 2)[:, None] + (e % 2)[None, :]  # and the half of a block that it is over
     w = ()
     s = ()
     for i in gl.static_range(AHEAD):
-        w += (_ask_words(at + i * STEP, SECOND * ROW),)  # type: ignore[assignment]
-        if CODES == 4:
-            s += (gl.load(scales + (half + i * 2) * 128 // GROUP * ROWS + row4),)  # type: ignore[assignment]
+        w += (_ask_words(at + i * STEP, SECOND * 32),)  # type: ignore[assignment]
+        s += (gl.load(scales + (half + i * 2) * 128 // GROUP * ROWS + row4),)  # type: ignore[assignment]
     n = pid * BN + gl.arange(0, BN, line)
     in_n = n < N
     first_bias, second_bias, weight = ask_constants(bias, next_weight, n, in_n, N, MODE, NEXT, BIAS)
-    if CODES == 2:
-        first_scale = gl.load(scales + n)
-        second_scale = gl.load(scales + n + N) if GATED else first_scale
     if PDL:
         gdc_wait()
     if PDL and LATE == 1:
         gdc_launch_dependents()
-    x_at = x.to(gl.pointer_type(gl.int32)) + (first * (BLOCK // 2) + q * 4)[:, None] + e[None, :]
-    parts, before = n, n
-    if NORM:
-        j = gl.arange(0, SQUARES, line)
-        parts = gl.load(squares_in + j, mask=j < tiles_in, other=0.0)
-    if MODE == 2:
-        before = gl.load(h + n, mask=in_n, other=0.0)
+    x_at = x.to(gl.pointer_type(gl.int32)) + (first * 128 + q * 4)[:, None] + e[None, :]
+    parts, before = ask_inputs(squares_in, tiles_in, h, n, in_n, MODE, NORM, SQUARES)
     acc = gl.zeros([32 * WARPS, 4], gl.float32, lanes)
     for i in gl.static_range(SHARE):
-        xs = _ask_inputs(x_at + i * (BLOCK // 2), CODES)
-        sums = _sums(w[i], xs, CODES, HALF)
+        xs = _ask_row(x_at + i * 128)
+        sums = _sums(w[i], xs, HALF)
         if OFFSETS:
             acc += _totals(xs, HALF) * gl.load(offsets + (half + i * 2) * 128 // GROUP * ROWS + row4)
-        acc += sums * s[i].to(gl.float32) if CODES == 4 else sums
+        acc += sums * s[i].to(gl.float32)
         if i + AHEAD < SHARE:
-            w += (_ask_words(at + (i + AHEAD) * STEP, SECOND * ROW),)  # type: ignore[assignment]
-            if CODES == 4:
-                s += (gl.load(scales + (half + (i + AHEAD) * 2) * 128 // GROUP * ROWS + row4),)  # type: ignore[assignment]
+            w += (_ask_words(at + (i + AHEAD) * STEP, SECOND * 32),)  # type: ignore[assignment]
+            s += (gl.load(scales + (half + (i + AHEAD) * 2) * 128 // GROUP * ROWS + row4),)  # type: ignore[assignment]
     if PDL and LATE == 2:
         gdc_launch_dependents()
     acc = gl.sum(gl.reshape(acc, [WARPS, 8, 4, 2, 2]), 4)
@@ -201,9 +175,6 @@ def _row_kernel(
     else:
         y = gl.convert_layout(gl.reshape(gl.permute(acc, (1, 0)), [16]), line)
         u = y
-    if CODES == 2:
-        y *= first_scale
-        u *= second_scale
     finish_row(
         y, u, n, in_n, pid, first_bias, second_bias, weight, parts, before, eps, out, h, scaled, squares_out, None,
         None, None, None, None, scale, WIDTH, BN, MODE, ACT, NORM, NEXT, BIAS, False,
@@ -246,8 +217,8 @@ def _chosen_kernel(
     TOP_K: gl.constexpr, SQUARES: gl.constexpr, AHEAD: gl.constexpr, MODE: gl.constexpr, ACT: gl.constexpr,
     NORM: gl.constexpr, NEXT: gl.constexpr, OFFSETS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """`_row_kernel` of 4 bits for the experts of one row. Gated, grid (N / 8, TOP_K): the first products, of EACH
-    inputs, one choice behind the other. Else, grid (N / 16,): the sum of the second ones, whose inputs lie so.
+    """`_row_kernel` for the experts of one row. Gated, grid (N / 8, TOP_K): the first products, of EACH inputs, one
+    choice behind the other. Else, grid (N / 16,): the sum of the second ones, whose inputs lie so.
     """
     WARPS: gl.constexpr = gl.num_warps()
     GATED: gl.constexpr = MODE == 1
@@ -301,7 +272,7 @@ def _chosen_kernel(
             ),
         )  # type: ignore[assignment]
     x_at = x.to(gl.pointer_type(gl.int32)) + (first * 128 + q * 4)[:, None] + e[None, :]
-    parts, before = n, n
+    parts, before = n, n  # what `ask_inputs` does; with a call of it more registers are spilled
     if NORM:
         j = gl.arange(0, SQUARES, line)
         parts = gl.load(squares_in + j, mask=j < tiles_in, other=0.0)
@@ -309,8 +280,8 @@ def _chosen_kernel(
         before = gl.load(h + n, mask=in_n, other=0.0)
     acc = gl.zeros([32 * WARPS, 4], gl.float32, lanes)
     for i in gl.static_range(SHARE):
-        xs = _ask_inputs(x_at + i * 128, 4)
-        acc += _sums(asked[i][0], xs, 4, HALF) * asked[i][1]
+        xs = _ask_row(x_at + i * 128)
+        acc += _sums(asked[i][0], xs, HALF) * asked[i][1]
         if OFFSETS:
             acc += _totals(xs, HALF) * asked[i][2]
         if i + AHEAD < SHARE:
@@ -407,15 +378,20 @@ def _most_warps(weight: PackedWords | Float8Weight) -> int:
 
 
 def choose_row_tiling(weight: PackedWords | Float8Weight, mode: int) -> Tiling:
-    """From times of whole steps on an H200 (`benchmarks/h200/tune_decode.py`, `h200_packed_rows.json`)."""
+    """From times of whole steps on an H200 (`benchmarks/h200/tune_decode.py`, `h200_packed_rows.json`), those of 8-bit
+    floats of `h200_one_row_py22.json`.
+    """
     packed = isinstance(weight, PackedWords)
     warps, late = _most_warps(weight), 0
     if mode == 1:
-        warps, ahead, registers = min(4, warps), 2 if packed else 3, 96
+        warps = min(4, warps)
+        ahead, registers = (2, 96) if packed else (4, 128)
     elif mode == 0:
-        ahead, registers, late = (1, 64, 1) if packed else (2, 80, 0)
+        ahead, registers, late = 1, 64, 1
+    elif packed or weight.shape[1] >= 8192:
+        ahead, registers = 2 if packed else 3, 128
     else:
-        ahead, registers = 2, 128
+        ahead, registers = 2, 96
     share = _blocks(weight) // warps
     if share > _MOST_BLOCKS:
         warps *= 2
@@ -430,11 +406,13 @@ def launch_row(
     """Launch a product. The rest as for `launch_packed`."""
     squares, tiles, eps, h, next_weight, scaled, squares_out, *_, scale = behind
     const = {name: const[name] for name in ("N", "K", "WIDTH", "MODE", "ACT", "NORM", "NEXT", "BIAS", "PDL")}
-    packed = isinstance(weight, PackedWords)
-    words, offsets = (weight.words, weight.offsets) if isinstance(weight, PackedWords) else (weight.codes, None)
-    _row_kernel[(const["N"] // t.rows,)](
-        x, words, weight.scales, offsets, *ends, squares, tiles, eps, h, next_weight, scaled, squares_out, scale,
-        GROUP=weight.group if isinstance(weight, PackedWords) else 0, CODES=4 if packed else 2,
-        SQUARES=triton.next_power_of_2(max(tiles, 2)), AHEAD=t.unroll, OFFSETS=offsets is not None, num_warps=t.warps,
-        maxnreg=t.registers, LATE=t.late, **const, **extra,
+    const |= {"SQUARES": triton.next_power_of_2(max(tiles, 2)), "AHEAD": t.unroll, "LATE": t.late}
+    const |= {"num_warps": t.warps, "maxnreg": t.registers}
+    grid, rest = (const["N"] // t.rows,), (*ends, squares, tiles, eps, h, next_weight, scaled, squares_out, scale)
+    if isinstance(weight, Float8Weight):
+        float8_row_kernel[grid](x, weight.codes, weight.scales, *rest, **const, **extra)
+        return
+    _row_kernel[grid](
+        x, weight.words, weight.scales, weight.offsets, *rest, GROUP=weight.group, OFFSETS=weight.offsets is not None,
+        **const, **extra,
     )  # fmt: skip
