@@ -227,7 +227,8 @@ VLLM_API int vllm_pack_groups(void* packed, const uint8_t* codes, const float* s
                 if (offsets) largest = std::max(largest, std::fabs(offsets[row * groups + g]));
             }
             factors[c] = largest;
-            const float factor = largest > 0 ? 1.0f / largest : 0.0f;
+            // what is less than that (the power of two of a row of zeros is) has no finite inverse, and counts as zero
+            const float factor = largest >= 0x1p-126f ? 1.0f / largest : 0.0f;
             for (int64_t g = 0; g < groups; g++) {
                 uint8_t* header = to + g * a.group_bytes();
                 ((f16*)header)[c] = from_float<f16>(scales[row * groups + g] * factor);

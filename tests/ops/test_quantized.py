@@ -105,6 +105,18 @@ def test_one_scale_for_all_inputs_orders_of_inputs_and_tables(native):
         assert ((got - expected).norm() / expected.norm()).item() < 0.015
 
 
+@pytest.mark.parametrize("offsets", [False, True])
+def test_rows_of_the_smallest_scales_are_zeros(native, offsets):
+    """Microscaling formats store a row of zeros with the power of two -127."""
+    codes, scales = torch.full((40, 256), 3, dtype=torch.uint8), torch.ones(40, 8)
+    codes[7], scales[7] = 0, 2.0**-127
+    weight = GroupedWeight(codes, scales, 32, 4, offsets=scales if offsets else None, table=torch.arange(16) / 2)
+    packed = native.pack_quantized(weight, torch.bfloat16)
+    assert type(packed) is PackedGroups
+    got = native.quantized_linear(torch.ones(2, 256).bfloat16(), packed, None, torch.float32)
+    torch.testing.assert_close(got, torch.ones(2, 256) @ weight.dequantize().T, rtol=0.01, atol=1e-30)
+
+
 @pytest.mark.parametrize("kind", STORED)
 @pytest.mark.parametrize("rows", [(1,), (32,), (7, 64, 30), (40, 3)])
 def test_blocks_of_a_file_are_packed_as_the_codes_that_they_stand_for(native, kind, rows):

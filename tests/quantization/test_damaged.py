@@ -174,6 +174,8 @@ def test_many_damaged_safetensors_files(tmp_path: Path) -> None:
         (lambda d: d[:-100], "outside the file"),
         (lambda d: d[:5000], "more than the file can hold"),
         (lambda d: d[:10], "it has 10 bytes only"),
+        # a setting "k": an array (9) of 70,000 arrays
+        (lambda d: d[:24] + struct.pack("<Q1sIIQ", 1, b"k", 9, 9, 70_000) + bytes(1 << 20), "an array of 70000 arrays"),
     ],
 )
 def test_lies_in_a_header_are_named(change: Any, message: str, gguf_bytes: bytes, tmp_path: Path) -> None:

@@ -92,7 +92,13 @@ def test_names_of_scales_in_checkpoints(tmp_path):
     assert scales.layers() == {0: (2.0, 2.0), 1: (3.0, 4.0), 2: (7.0, 7.0)}
 
 
-@pytest.mark.parametrize("value", [torch.zeros(1), torch.tensor(float("nan")), torch.tensor(-1.0), torch.ones(2)])
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.zeros(1), torch.tensor(float("nan")), torch.tensor(-1.0), torch.ones(2), torch.tensor(1e-42),
+        torch.tensor(1e300, dtype=torch.float64), torch.tensor(1j),
+    ],
+)  # fmt: skip
 def test_what_is_no_scale_is_refused(tmp_path, value):
     with pytest.raises(ValueError, match="expected one positive number"):
         CheckpointScales().take("model.layers.0.self_attn.k_scale", value, tmp_path)
@@ -112,6 +118,8 @@ GOOD = {"model_type": None, "kv_cache": {"dtype": "float8_e4m3fn", "scaling_fact
         ({"kv_cache": {**GOOD["kv_cache"], "scaling_factor": {"0": {"0": 0}}}}, "expected a positive number"),
         ({"kv_cache": {**GOOD["kv_cache"], "scaling_factor": {"0": {"x": 1.0}}}}, "layer 'x'"),
         ({"kv_cache": {**GOOD["kv_cache"], "scaling_factor": {"0": {"0": True}}}}, "has True"),
+        ({"kv_cache": {**GOOD["kv_cache"], "scaling_factor": {"0": {"0": 1e-320}}}}, "expected a positive number"),
+        ({"kv_cache": {**GOOD["kv_cache"], "scaling_factor": {"0": {"0": 10**400}}}}, "expected a positive number"),
     ],
 )
 def test_files_of_scales(tmp_path, changes, message):

@@ -122,6 +122,8 @@ class _Header:
             raise self.fail(f"{what} is an array of {count} entries, more than the file can hold")
         if item == _TEXT:
             return self._texts(count, what)
+        if count > MAX_PAIRS:  # each takes ten times what it takes in the file
+            raise self.fail(f"{what} is an array of {count} arrays")
         return [self.value(item, key, depth + 1) for _ in range(count)]
 
     def _texts(self, count: int, what: str) -> list[str]:

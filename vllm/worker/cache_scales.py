@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from vllm.logger import init_logger
+from vllm.model_executor.model_loader.cache_scales import is_scale
 from vllm.model_executor.models.kv_groups import layout_of
 from vllm.step.inputs import GroupInputs, StepInputs
 from vllm.step.kv_policy import KVKind
@@ -105,7 +106,7 @@ def read_scales(path: Path, model_type: str, rank: int, world: int) -> Scales:
         raise wrong(f"has no layers for rank {rank}")
     for key, value in mine.items():
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not (key.isascii() and key.isdigit()) or not number or not 0.0 < value < math.inf:
+        if not (key.isascii() and key.isdigit()) or not number or not is_scale(value):
             raise wrong(f"has {value!r} for layer {key!r} of rank {rank}, expected a positive number")
         scales[int(key)] = (float(value), float(value))
     return scales

@@ -21,6 +21,11 @@ _ENDINGS = {
 }
 
 
+def is_scale(value: float) -> bool:
+    """Whether numbers can be divided by it in fp32, and multiplied again."""
+    return 2.0**-126 <= value <= 2.0**126
+
+
 class CheckpointScales:
     """Takes tensors by their names; `layers()` has the scales of each layer's keys and values."""
 
@@ -35,8 +40,8 @@ class CheckpointScales:
             return False
         if not whose:
             return True
-        value = float(tensor) if tensor.numel() == 1 else math.nan
-        if not 0.0 < value < math.inf:
+        value = float(tensor) if tensor.numel() == 1 and not tensor.is_complex() else math.nan
+        if not is_scale(value):
             raise ValueError(f"{file}: tensor {name!r} is no scale: expected one positive number.")
         for one in whose:
             self._found.setdefault(number, {})[one] = value

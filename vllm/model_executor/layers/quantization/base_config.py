@@ -5,21 +5,27 @@ The interface of layers, `LinearMethod`, is importable here under the path that 
 
 from __future__ import annotations
 
+import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+import regex  # its matches, unlike those of `re`, can be given a limit of time
 import torch
 from torch import Tensor
 
 from vllm.model_executor.layers.linear_method import LinearMethod, QuantizationConfig
 from vllm.ops.quantized_weights import GroupedWeight, StoredRows, round_to_groups
 
-__all__ = ["Format", "LinearMethod", "QuantizationConfig", "Reader", "Tensors", "setting", "take"]
+__all__ = ["Format", "LinearMethod", "Pattern", "QuantizationConfig", "Reader", "Tensors", "setting", "take"]
 
 Tensors = Mapping[str, Tensor]
 
+_MATCH_SECONDS = 0.5
+_MOST_PATTERN, _MOST_COPIES = 1 << 12, 1 << 16  # letters, and repetitions that are written out when it is compiled
+_MOST_NAMES = 1 << 17
 _PLAIN = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
@@ -155,9 +161,36 @@ def _words(kind: type, among: Any) -> str:
 def names_of(settings: Mapping[str, Any], field: str) -> tuple[str, ...]:
     """A field that lists modules."""
     value = setting(settings, field, list, [])
-    if not all(isinstance(name, str) for name in value):
-        raise ValueError(f"The quantization config's `{field.split()[0]}` must be a list of names.")
+    if len(value) > _MOST_NAMES or not all(isinstance(name, str) for name in value):
+        raise ValueError(
+            f"The quantization config's `{field.split()[0]}` must be a list of at most {_MOST_NAMES} names."
+        )
     return tuple(value)
+
+
+class Pattern:
+    """A regular expression that a quantization config has for names of modules."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        try:
+            re.compile(text)  # of the library that matches, nothing else is wanted
+            copies = math.prod(max(1, int(count)) for count in re.findall(r"[{,](\d{1,9})", text))
+            if len(text) > _MOST_PATTERN or copies > _MOST_COPIES:
+                raise ValueError("it is too large")
+            self._compiled = regex.compile(text)
+        except (re.error, regex.error, RecursionError, OverflowError, ValueError) as error:
+            raise ValueError(f"The quantization config has the pattern {text[:80]!r}: {error}.") from None
+
+    def matches(self, name: str, *, whole: bool = False) -> bool:
+        """Whether a name begins with what is described, or is it as a `whole`."""
+        match = self._compiled.fullmatch if whole else self._compiled.match
+        try:
+            return match(name, timeout=_MATCH_SECONDS) is not None
+        except (TimeoutError, MemoryError):
+            raise ValueError(
+                f"The quantization config has the pattern {self.text[:80]!r}, which takes too long for {name[:80]!r}."
+            ) from None
 
 
 def group_size(settings: Mapping[str, Any], names: str, default: Any = _MISSING) -> int:

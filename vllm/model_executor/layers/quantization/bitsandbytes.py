@@ -82,7 +82,7 @@ class FourBit(Reader):
         block = setting(state, "blocksize", int)
         if not (1 <= block <= 1 << 16 and block & (block - 1) == 0):
             raise ValueError(f"the quantization state says blocks of {block}, expected a power of two")
-        packed = tensors["weight"].contiguous().view(torch.uint8).flatten()
+        packed = tensors["weight"].flatten().view(torch.uint8) if "weight" in tensors else torch.empty(0)
         if packed.numel() != -(-n * k // 2):
             raise ValueError(f"'weight' has {packed.numel()} bytes, expected {-(-n * k // 2)}")
         table = take(tensors, "weight.quant_map", (16,), torch.float32)
@@ -94,7 +94,7 @@ class FourBit(Reader):
             codes = take(tensors, "weight.absmax", (blocks,), torch.uint8)
             nested_table = take(tensors, "weight.nested_quant_map", (256,), torch.float32)
             nested = take(tensors, "weight.nested_absmax", (-(-blocks // nested_block),), torch.float32)
-            spread = nested.repeat_interleave(nested_block)[:blocks]
+            spread = nested.repeat_interleave(min(nested_block, blocks))[:blocks]
             absmax = nested_table[codes.long()] * spread + setting(state, "nested_offset", float)
         else:
             absmax = take(tensors, "weight.absmax", (blocks,), torch.float32)
@@ -112,7 +112,7 @@ def _state(tensors: Tensors) -> dict[str, Any]:
         there = ", ".join(sorted(tensors))
         raise ValueError(f"the tensor {_STATES[0]!r} is missing; there is {there}")
     raw = tensors[leaf]
-    if raw.dtype != torch.uint8 or raw.numel() > _STATE_BYTES:
+    if raw.dtype != torch.uint8 or raw.dim() != 1 or len(raw) > _STATE_BYTES:
         raise ValueError(f"{leaf!r} is not a text of at most {_STATE_BYTES} bytes")
     try:
         state = json.loads(bytes(raw.tolist()))
@@ -134,6 +134,8 @@ class EightBit(Reader):
         if is_plain(tensors):
             weight = plain_weight(tensors, n, k)
             return round_to_groups(weight, 8, -1) if self.quantizes else weight
+        if "weight_format" in tensors and bool(tensors["weight_format"].any()):
+            raise ValueError("'weight_format' is not 0: the codes are in an order for older GPUs")
         codes = take(tensors, "weight", (n, k), torch.int8)
         scales = take(tensors, "SCB", (n,), torch.float32, torch.float16)
         return GroupedWeight(
@@ -145,8 +147,10 @@ class BitsAndBytes(Format):
     """Checkpoints, and plain weights in flight: nf4, or what the settings say."""
 
     name = "bitsandbytes"
-    leaves = ("weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map", *_STATES, "SCB")
-    ignored = ("weight_format",)
+    leaves = (
+        "weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map", *_STATES, "SCB",
+        "weight_format",
+    )  # fmt: skip
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         kind = setting(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm.model_executor.layers.quantization.base_config import Format, Reader, Tensors, names_of, setting, take
+from vllm.model_executor.layers.quantization.fp8 import FLOATS
 from vllm.model_executor.layers.quantization.packing import unpack
 from vllm.ops.quantized_weights import GroupedWeight
 
@@ -54,8 +55,8 @@ class AqlmReader(Reader):
         if k % ig or n % og:
             raise ValueError(f"a weight of {n} x {k} is not made of groups of {og} x {ig}")
         codes = take(tensors, "codes", (n // og, k // ig, self.books), torch.int8, torch.int16, torch.uint8).long()
-        books = take(tensors, "codebooks", (self.books, size, og, ig)).float()
-        scales = take(tensors, "scales", (n // og, 1, 1, 1)).float()
+        books = take(tensors, "codebooks", (self.books, size, og, ig), *FLOATS).float()
+        scales = take(tensors, "scales", (n // og, 1, 1, 1), *FLOATS).float()
         total = sum(books[i][codes[..., i] & (size - 1)] for i in range(self.books))
         assert isinstance(total, Tensor)
         # [out groups, in groups, og, ig] -> [out, in]

@@ -11,7 +11,6 @@ kept, row after row ([out, in / 2] if 2 of 4 are); `bitmask` uint8 [out, ceil(in
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,15 +20,17 @@ from torch import Tensor
 
 from vllm.model_executor.layers.quantization.base_config import (
     Format,
+    Pattern,
     Reader,
     Tensors,
+    is_plain,
     names_of,
     plain_weight,
     setting,
     take,
     word_bits,
 )
-from vllm.model_executor.layers.quantization.fp8 import FLOATS, block_shape, fp8_scales
+from vllm.model_executor.layers.quantization.fp8 import FLOATS, block_shape, fp8_scales, input_scale
 from vllm.model_executor.layers.quantization.marlin import SparseMarlinReader
 from vllm.model_executor.layers.quantization.packing import WORD, nibbles, unpack
 from vllm.ops.quantized_weights import GroupedWeight, InputQuant, round_to_fp8, round_to_groups
@@ -41,6 +42,7 @@ _FORMATS = (
     "mxfp4-pack-quantized", "mxfp6-pack-quantized", "mxfp8-quantized", "marlin-24", "dense",
 )  # fmt: skip
 _SPARSE = ("sparse-24-bitmask", "sparse-bitmask")
+_ZEROS = (torch.int8, torch.int32, torch.int64, torch.float8_e4m3fn, *FLOATS)  # kinds of an input's zero point
 _LINEAR = "Linear"  # the class of modules that a target may name
 
 
@@ -120,7 +122,8 @@ class PackedIntegers(Reader):
         groups = -(-k // group)
         scales = args.spread(tensors, "weight_scale", n, k, *FLOATS)
         offsets, zero = None, 2 ** (args.bits - 1)
-        if not args.symmetric:
+        packed = "weight_zero_point" in tensors and tensors["weight_zero_point"].dtype == torch.int32
+        if not args.symmetric or packed:  # whatever the settings say, zero points are packed where they count
             if args.per_tensor or args.block is not None:  # only the others are packed
                 zeros = args.spread(tensors, "weight_zero_point", n, k, torch.int8) + zero
             else:
@@ -174,8 +177,8 @@ class Integers(Reader):
     def read(self, tensors: Tensors, n: int, k: int) -> GroupedWeight:
         codes = take(tensors, "weight", (n, k), torch.int8)
         scales, zeros = self._spread(tensors, "weight_scale", n, k, *FLOATS), None
-        if not self.args.symmetric and "weight_zero_point" in tensors:
-            zeros = self._spread(tensors, "weight_zero_point", n, k, torch.int8)
+        if not self.args.symmetric or "weight_zero_point" in tensors:
+            zeros = self._spread(tensors, "weight_zero_point", n, k, torch.int8, torch.int32)
         return GroupedWeight(
             (codes.to(torch.int16) + 128).to(torch.uint8), scales.contiguous(), self.args.inputs_per_scale(k), 8, 128,
             None if zeros is None or not bool(zeros.any()) else -zeros * scales, inputs=_fixed(self.inputs, tensors),
@@ -218,11 +221,11 @@ def _fixed(inputs: InputQuant | None, tensors: Tensors) -> InputQuant | None:
     """`inputs` with the scale that the checkpoint holds, if it does."""
     if inputs is None or "input_scale" not in tensors:
         return inputs
-    scale = float(take(tensors, "input_scale", ()))
-    if not 0 < scale < float("inf"):
-        raise ValueError(f"'input_scale' is {scale}, expected a positive number")
-    zero = int(take(tensors, "input_zero_point", ())) if "input_zero_point" in tensors else 0
-    return InputQuant(inputs.kind, "tensor", scale, zero)
+    scale = input_scale(tensors, "input_scale")
+    zero = float(take(tensors, "input_zero_point", (), *_ZEROS)) if "input_zero_point" in tensors else 0.0
+    if not -128 <= zero <= 127:
+        raise ValueError(f"'input_zero_point' is {zero}, expected a number of 8 bits")
+    return InputQuant(inputs.kind, "tensor", scale, int(zero))
 
 
 @dataclass(frozen=True)
@@ -294,6 +297,8 @@ def _with_zeros(tensors: Tensors, n: int, k: int) -> Tensor:
     mask = take(tensors, "bitmask", (n, -(-k // 8)), torch.uint8)
     kept = ((mask[..., None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(1)[:, :k].bool()
     stored, count = tensors["compressed"], int(kept.sum())
+    if not is_plain({"weight": stored}) and stored.dtype not in (torch.int8, torch.float8_e4m3fn):
+        raise ValueError(f"'compressed' holds {stored.dtype}, expected floating-point numbers or codes of 8 bits")
     if stored.numel() != count:
         raise ValueError(f"'compressed' holds {stored.numel()} weights, but 'bitmask' names {count}")
     if stored.dtype == torch.float8_e4m3fn:  # which cannot be put in place as they are
@@ -319,34 +324,37 @@ class CompressedTensors(Format):
             raise ValueError("The quantization config's `sparsity_config` must be an object.")
         self._sparse = setting(sparsity, "format", str, "dense", among=(*_SPARSE, "dense")) != "dense"
         _check_rotations(settings)
-        self._groups: list[tuple[tuple[str, ...], Reader]] = []
+        readers: dict[str, Reader] = {}
         groups = setting(settings, "config_groups", dict, {})
         for name, group in groups.items():
             if not isinstance(group, Mapping):
                 raise ValueError(f"The quantization config's group {name!r} is not an object.")
             reader = reader_of(group, layout)
             if reader is not None:
-                self._groups.append((names_of(group, "targets"), reader))
-        self._plain = names_of(settings, "ignore")
+                readers.update(dict.fromkeys(names_of(group, "targets"), reader))
+        self._linear = readers.pop(_LINEAR, None)
+        # names decide before patterns, and these in their order, before the class
+        self._patterns = [(Pattern(t[3:]), r) for t, r in sorted(readers.items()) if t.startswith("re:")]
+        self._named = {target: reader for target, reader in readers.items() if not target.startswith("re:")}
+        ignored = names_of(settings, "ignore")
+        self._plain, self._plain_patterns = set(ignored), [Pattern(t[3:]) for t in ignored if t.startswith("re:")]
 
     def reader(self, names: Sequence[str]) -> Reader | None:
-        found = self._dense_reader(names, (False, True))
+        found = self._dense_reader(names, self._linear)
         return Sparse(found) if self._sparse else found
 
     def head_reader(self, names: Sequence[str]) -> Reader | None:
-        found = self._dense_reader(names, (False,))
+        found = self._dense_reader(names, None)
         return Sparse(found) if self._sparse and found is not None else found
 
-    def _dense_reader(self, names: Sequence[str], kinds: tuple[bool, ...]) -> Reader | None:
-        """kinds: which targets to look at, in turn: those that name modules (False), those that name a class (True)."""
-        if any(_matches(target, name) for target in self._plain for name in names):
+    def _dense_reader(self, names: Sequence[str], by_class: Reader | None) -> Reader | None:
+        """by_class: for modules that no target names."""
+        if not self._plain.isdisjoint(names) or any(p.matches(name) for p in self._plain_patterns for name in names):
             return None
-        for by_class in kinds:  # a module's own name decides before its class
-            for targets, reader in self._groups:
-                wanted = [target for target in targets if (target == _LINEAR) is by_class]
-                if any(by_class or _matches(target, name) for target in wanted for name in names):
-                    return reader
-        return None
+        named = next((self._named[name] for name in names if name in self._named), None)
+        if named is not None:
+            return named
+        return next((r for pattern, r in self._patterns if any(pattern.matches(name) for name in names)), by_class)
 
 
 def reader_of(group: Mapping[str, Any], layout: str) -> Reader | None:
@@ -394,12 +402,3 @@ def _check_rotations(settings: Mapping[str, Any]) -> None:
                     f"The quantization config's `transform_config` rotates activations ({name!r}, at {location!r}), "
                     "which is not supported; rotations of weights (weight_input, weight_output) are."
                 )
-
-
-def _matches(target: str, name: str) -> bool:
-    if target.startswith("re:"):
-        try:
-            return re.match(target[3:], name) is not None
-        except re.error as error:
-            raise ValueError(f"The quantization config has the pattern {target!r}: {error}.") from None
-    return target == name

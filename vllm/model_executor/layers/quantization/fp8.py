@@ -52,13 +52,18 @@ class Fp8Reader(Reader):
         if not self.static:
             return self.inputs
         leaf = "act_scale" if "act_scale" in tensors else "input_scale"
-        scale = float(take(tensors, leaf, (), *FLOATS))
-        if not 0 < scale < float("inf"):
-            raise ValueError(f"{leaf!r} is {scale}, expected a positive number")
-        return InputQuant("fp8", "tensor", scale)
+        return InputQuant("fp8", "tensor", input_scale(tensors, leaf))
 
     def example(self, weight: Tensor) -> GroupedWeight:
         return round_to_fp8(weight, self.weights_per, self.inputs)
+
+
+def input_scale(tensors: Tensors, leaf: str) -> float:
+    """The scale of inputs that a checkpoint fixes."""
+    scale = float(take(tensors, leaf, (), *FLOATS))
+    if not 0 < scale < float("inf"):
+        raise ValueError(f"{leaf!r} is {scale}, expected a positive number")
+    return scale
 
 
 def fp8_scales(tensors: Tensors, n: int, k: int, block: tuple[int, int] | None) -> tuple[Tensor, int]:
@@ -163,6 +168,4 @@ class ModelOptReader(Fp8Reader):
     """Inputs have a fixed scale if the checkpoint holds one."""
 
     def _inputs(self, tensors: Tensors) -> InputQuant | None:
-        return (
-            InputQuant("fp8", "tensor", float(take(tensors, "input_scale", ()))) if "input_scale" in tensors else None
-        )
+        return InputQuant("fp8", "tensor", input_scale(tensors, "input_scale")) if "input_scale" in tensors else None

@@ -7,7 +7,6 @@ w = scale * (code - zero). Files of the first version store zero - 1.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from vllm.model_executor.layers.quantization.base_config import (
     Format,
+    Pattern,
     Reader,
     Tensors,
     group_size,
@@ -48,12 +48,11 @@ class GptqReader(Reader):
         codes = unpack(take(tensors, "qweight", (k * bits // 32, n), torch.int32), bits, 0).t()
         scales = take(tensors, "scales", (groups, n), torch.float16, torch.bfloat16, torch.float32).t().float()
         stored = take(tensors, "qzeros", (groups, n * bits // 32), torch.int32)
-        order, offsets, zero = None, None, 0
-        if self.symmetric:
-            zero = 2 ** (bits - 1)
-        else:
-            zeros = (unpack(stored, bits, 1).t().float() + self.added_to_zero) % 2**bits
-            offsets = -zeros * scales
+        order, offsets, zero = None, None, 2 ** (bits - 1)
+        zeros = unpack(stored, bits, 1).t().float()
+        # where all are alike it need not matter which version the file says it is of
+        if not self.symmetric or not bool((zeros == zeros[0, 0]).all()):
+            offsets, zero = -((zeros + self.added_to_zero) % 2**bits) * scales, 0
         if "g_idx" in tensors and groups > 1:
             index = take(tensors, "g_idx", (k,), torch.int32, torch.int64).long()
             if int(index.min()) < 0 or int(index.max()) >= groups:
@@ -96,7 +95,7 @@ class Gptq(Format):
 
     def reader(self, names: Sequence[str]) -> Reader | None:
         for plain, pattern, changes in self._rules:
-            if any(pattern.match(name) for name in names):
+            if any(pattern.matches(name) for name in names):
                 return None if plain else self._changed(changes)
         return self._reader
 
@@ -115,16 +114,13 @@ class Gptq(Format):
         )
 
 
-def _rules(dynamic: Any) -> list[tuple[bool, re.Pattern[str], dict[str, Any]]]:
+def _rules(dynamic: Any) -> list[tuple[bool, Pattern, dict[str, Any]]]:
     """(leave plain, what names it is about, other settings), the first that matches decides."""
     rules = []
     if not isinstance(dynamic, dict) or len(dynamic) > 10_000:
         raise ValueError("The quantization config's `dynamic` must be an object of patterns.")
     for pattern, changes in dynamic.items():
         plain = pattern.startswith("-:")
-        try:
-            compiled = re.compile(pattern.removeprefix("-:").removeprefix("+:"))
-        except re.error as error:
-            raise ValueError(f"The quantization config's `dynamic` has the pattern {pattern!r}: {error}.") from None
+        compiled = Pattern(pattern.removeprefix("-:").removeprefix("+:"))
         rules.append((plain, compiled, changes if isinstance(changes, dict) else {}))
     return rules

@@ -32,14 +32,14 @@ _PER_WORD = {8: 1, 4: 2, 3: 10, 2: 4, 1: 8}
 
 @dataclass(frozen=True)
 class HqqReader(Reader):
-    """group: -1 for a row of the weight."""
+    """group: -1 for a row of the weight, or, on axis 0, a column."""
 
     bits: int
     group: int
     axis: int
 
     def read(self, tensors: Tensors, n: int, k: int) -> GroupedWeight:
-        group = k if self.group == -1 else self.group
+        group = self.group if self.group != -1 else k if self.axis == 1 else n
         if n * k % group:
             raise ValueError(f"a weight of {n} x {k} is not made of whole groups of {group}")
         count = n * k // group
@@ -88,9 +88,11 @@ class Hqq(Format):
     )  # fmt: skip
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        inner = settings.get("quant_config", settings)
+        inner = setting(settings, "quant_config", dict, dict(settings))
         self._plain = names_of(settings, "skip_modules")
-        by_name = settings.get("dynamic_config") or (inner if "weight_quant_params" not in inner else None)
+        by_name = setting(settings, "dynamic_config", dict, {}) or (
+            inner if "weight_quant_params" not in inner else None
+        )
         self._readers = {"": self._of(inner)} if by_name is None else {n: self._of(v) for n, v in by_name.items()}
 
     def _of(self, fields: Any) -> Reader:
@@ -98,7 +100,8 @@ class Hqq(Format):
         if not isinstance(params, Mapping):
             raise ValueError("The quantization config's `weight_quant_params` must be an object.")
         bits = setting(params, "nbits bits", int, 4, among=tuple(_PER_WORD))
-        return HqqReader(bits, group_size(params, "group_size", 64), setting(params, "axis", int, 1, among=(0, 1)))
+        size = group_size(params, "group_size", -1 if "group_size" in params else 64)  # null: no groups
+        return HqqReader(bits, size, setting(params, "axis", int, 1, among=(0, 1)))
 
     def reader(self, names: Sequence[str]) -> Reader | None:
         if any(plain in name.split(".") for plain in self._plain for name in names):

@@ -7,7 +7,6 @@ w = (q - zero_point) * scale. Which class a module has, with its settings, is in
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,7 +14,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from vllm.model_executor.layers.quantization.base_config import Format, Reader, Tensors, names_of, setting, take
+from vllm.model_executor.layers.quantization.base_config import (
+    Format,
+    Pattern,
+    Reader,
+    Tensors,
+    names_of,
+    setting,
+    take,
+)
 from vllm.ops.quantized_weights import GroupedWeight, InputQuant, round_to_fp8, round_to_groups
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -58,8 +65,10 @@ class TorchaoReader(Reader):
         shifted = (codes.to(torch.int16) + middle).to(torch.uint8)
         return GroupedWeight(shifted, scales, group, self.bits, middle, offsets, inputs=self.inputs)
 
-    def _groups(self, tensors: Tensors, leaf: str, n: int, k: int) -> tuple[int, tuple[int, int]]:
+    def _groups(self, tensors: Tensors, leaf: str, n: int, k: int) -> tuple[int, tuple[int, ...]]:
         """(scales of a row, the shape of the tensor of scales)."""
+        if leaf in tensors and tensors[leaf].numel() == 1:  # one scale in all
+            return 1, (1,)
         shape = tuple(tensors[leaf].shape) if leaf in tensors else (n, 1)
         whole = len(shape) == 2 and shape[0] in (1, n) and shape[1] > 0 and k % shape[1] == 0
         return (shape[1], (shape[0], shape[1])) if whole else (1, (n, 1))
@@ -97,13 +106,14 @@ class Torchao(Format):
             self._default = self._rules.pop("_default", None)
         else:
             self._default = _reader(given)
+        self._patterns = [(Pattern(rule[3:]), r) for rule, r in self._rules.items() if rule.startswith("re:")]
 
     def reader(self, names: Sequence[str]) -> Reader | None:
         for name in names:
             if name in self._rules:
                 return self._rules[name]
-            for rule, reader in self._rules.items():
-                if rule.startswith("re:") and re.fullmatch(rule[3:], name):
+            for pattern, reader in self._patterns:
+                if pattern.matches(name, whole=True):
                     return reader
             parts = name.split(".")
             dotted = {".".join(parts[i:j]) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1)}
@@ -118,7 +128,7 @@ class Torchao(Format):
 def _reader(given: Any) -> Reader:
     """How modules of one configuration are stored. Raises ValueError for a configuration that is not known."""
     kind = given.get("_type") if isinstance(given, Mapping) else None
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         known = ", ".join(sorted(_KINDS))
         raise ValueError(f"torchao's configuration {kind!r} is not supported. Supported: {known}.")
     what, inputs = _KINDS[kind]
