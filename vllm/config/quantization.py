@@ -101,6 +101,11 @@ def stored_settings(hf: HFConfig, folder: Path) -> tuple[dict[str, Any] | None, 
     settings = hf.quantization_config
     if settings is not None:
         return settings, hf.file
+    own = folder / "config.json"
+    if own != hf.file and own.is_file():  # `hf_config_path`: the weights are stored as their own folder says
+        settings = read_json_object(own).get("quantization_config")
+        if isinstance(settings, dict):
+            return settings, own
     found = [folder / name for name in SIDE_FILES if (folder / name).is_file()]
     if len(found) > 1:
         names = ", ".join(file.name for file in found)
