@@ -545,7 +545,7 @@ def test_plain_weights_can_be_quantized_in_flight(make: Any, name: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "wanted", "message"),
     [
-        (None, "gptq", "needs a checkpoint in that format"),
+        (None, "gptq", "needs a checkpoint in that format.*or pass hf_overrides="),
         (None, "tpu_int8", "it works on a Google TPU only"),
         (None, "neuron_quant", "works on AWS Neuron"),
         (

@@ -90,7 +90,8 @@ def _in_flight(wanted: str, hf: HFConfig, targets: tuple[str, ...]) -> Quantizat
     if wanted not in IN_FLIGHT:
         raise ValueError(
             f"quantization={wanted!r} needs a checkpoint in that format, but {hf.file} has no `quantization_config`. "
-            f"Plain weights can be quantized while they are loaded with: {', '.join(IN_FLIGHT)}."
+            f"Plain weights can be quantized while they are loaded with: {', '.join(IN_FLIGHT)}. If the weights are in "
+            'that format, add it to the file, or pass hf_overrides={"quantization_config": {"quant_method": ..., ...}}.'
         )
     settings = {"target_modules": list(targets)} if targets else {}
     return Quantization(wanted, wanted, settings, in_flight=True)
