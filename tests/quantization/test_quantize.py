@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import resource
 from itertools import islice
@@ -21,7 +22,7 @@ from tools.demo_model.corpus import strings
 from vllm import LLM, SamplingParams
 from vllm.config.hf import HFConfig
 from vllm.entrypoints.cli.main import run
-from vllm.quantize.calibrate import documents_of
+from vllm.quantize.calibrate import documents_of, texts_of
 from vllm.quantize.formats import TARGETS
 from vllm.quantize.gguf import FORMATS as GGUF_FORMATS
 from vllm.quantize.gguf import GgufJob
@@ -82,6 +83,20 @@ def test_calibration_beats_rounding_to_nearest(corpus: Path, tmp_path: Path) -> 
     nearest, ours = report("gptq", bits=3, nearest=True), report("gptq", bits=3)
     assert ours.perplexity_after < nearest.perplexity_after
     assert ours.change < 0.85 * nearest.change and ours.agreement > nearest.agreement
+
+
+def test_a_text_longer_than_the_model_reads_at_once_is_no_warning(
+    corpus: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = LLM("demo", max_model_len=512)
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        calibration, held_out = texts_of(llm, corpus, 6000)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert sum(map(len, calibration + held_out)) > 4000
+    assert "indexing errors" not in caplog.text
 
 
 def test_text_is_cut_where_documents_begin() -> None:
