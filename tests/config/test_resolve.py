@@ -487,6 +487,10 @@ def test_the_config_may_come_from_elsewhere(make: Any, tmp_path: Path) -> None:
     config = make(hf_config_path=str(tmp_path / "other")).model_config
     assert config.hf.model_type == "gpt2"
     assert config.path == tmp_path
+    # how the weights are stored is still for their own folder to say, as that of a GGUF file does
+    stored = document("llama", quantization_config={"quant_method": "gguf"})
+    config = make(model=stored, hf_config_path=str(tmp_path / "other")).model_config
+    assert (config.hf.model_type, config.quantization) == ("gpt2", "gguf")
 
 
 def test_overrides_reach_the_model(make: Any) -> None:
@@ -541,7 +545,7 @@ def test_plain_weights_can_be_quantized_in_flight(make: Any, name: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "wanted", "message"),
     [
-        (None, "gptq", "needs a checkpoint in that format"),
+        (None, "gptq", "needs a checkpoint in that format.*or pass hf_overrides="),
         (None, "tpu_int8", "it works on a Google TPU only"),
         (None, "neuron_quant", "works on AWS Neuron"),
         (

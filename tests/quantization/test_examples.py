@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import runpy
 import shutil
 from pathlib import Path
@@ -70,6 +71,22 @@ def test_the_packaged_model_quantized_in_flight(name: str) -> None:
     llm = LLM("demo", quantization=name, max_model_len=64, **options)
     (output,) = llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=4))
     assert "Paris" in output.outputs[0].text
+
+
+@pytest.mark.parametrize(
+    ("method", "quantization"), [("gptq", None), ("fp8", None), ("bitsandbytes", None), (None, "experts_int8")]
+)
+def test_a_format_that_nothing_is_stored_in_is_warned_about(
+    method: str | None, quantization: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    overrides = {} if method is None else {"quantization_config": {"quant_method": method, "bits": 4}}
+    logger = logging.getLogger("vllm")
+    logger.addHandler(caplog.handler)
+    try:
+        LLM("demo", hf_overrides=overrides, quantization=quantization, max_model_len=64)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert f"{method or quantization}: the weights are plain and stay so" in caplog.text
 
 
 def test_a_quantized_model_under_its_other_name_in_two_processes(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 import resource
 from itertools import islice
 from pathlib import Path
@@ -15,16 +17,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.quantization.harness import PROMPT, SIZES, plain_model
+from tests.tiny_encoders import save_bert
 from tools.demo_model.corpus import strings
 from vllm import LLM, SamplingParams
 from vllm.config.hf import HFConfig
 from vllm.entrypoints.cli.main import run
-from vllm.quantize.calibrate import documents_of
+from vllm.quantize.calibrate import documents_of, texts_of
 from vllm.quantize.formats import TARGETS
 from vllm.quantize.gguf import FORMATS as GGUF_FORMATS
+from vllm.quantize.gguf import GgufJob
 from vllm.quantize.gguf_file import metadata_for
 from vllm.quantize.rounding import Inputs, awq_scales, output_error, round_gptq, round_nearest
-from vllm.quantize.run import Job, Report, quantize
+from vllm.quantize.run import Job, Report, _Writer, quantize
 
 
 def job(out: Path, name: str, **options: Any) -> Job:
@@ -79,6 +83,20 @@ def test_calibration_beats_rounding_to_nearest(corpus: Path, tmp_path: Path) -> 
     nearest, ours = report("gptq", bits=3, nearest=True), report("gptq", bits=3)
     assert ours.perplexity_after < nearest.perplexity_after
     assert ours.change < 0.85 * nearest.change and ours.agreement > nearest.agreement
+
+
+def test_a_text_longer_than_the_model_reads_at_once_is_no_warning(
+    corpus: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = LLM("demo", max_model_len=512)
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        calibration, held_out = texts_of(llm, corpus, 6000)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert sum(map(len, calibration + held_out)) > 4000
+    assert "indexing errors" not in caplog.text
 
 
 def test_text_is_cut_where_documents_begin() -> None:
@@ -183,9 +201,40 @@ def test_a_job_whose_disk_was_full_is_done_again(
         assert run(asked) == 1
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert "File too large" in capsys.readouterr().err
+    assert re.search(rf"{tmp_path}/out/[^ ]+ cannot be written: .*File too large", capsys.readouterr().err)
     assert not list((tmp_path / "out").glob("*.new"))
     assert run(asked) == 0
+
+
+def test_a_gguf_job_that_was_killed_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+
+    def killed(made: Any, file: Path) -> None:
+        file.write_bytes(b"GGUF")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GgufJob, "write", killed)
+        patch.setattr(Path, "unlink", lambda *args, **kwargs: None)  # nothing is tidied up after SIGKILL
+        with pytest.raises(KeyboardInterrupt):
+            quantize(job(tmp_path / "out", "gguf-q8_0"))
+    assert list((tmp_path / "out").glob("*.new"))
+    quantize(job(tmp_path / "out", "gguf-q8_0"))
+    assert [file.suffix for file in (tmp_path / "out").iterdir()] == [".gguf"]
+
+
+def test_a_gguf_file_does_not_go_beside_the_beginning_of_another_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(writer: Any, target: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_Writer, "finish", stop)
+    with pytest.raises(KeyboardInterrupt):
+        quantize(job(tmp_path / "out", "int8"))
+    with pytest.raises(ValueError, match="another job"):
+        quantize(job(tmp_path / "out", "gguf-q8_0"))
+    assert not list((tmp_path / "out").glob("*.gguf"))
 
 
 def test_wrong_requests_say_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,7 +243,12 @@ def test_wrong_requests_say_what_to_do(tmp_path: Path, capsys: pytest.CaptureFix
     assert run(["quantize", "demo", "--format", "fp8", "--out", str(tmp_path / "full")]) == 1
     assert "is not empty" in capsys.readouterr().err
     assert run(["quantize", "demo", "--format", "gptq", "--group-size", "100", "--out", str(tmp_path / "a")]) == 1
-    assert "do not divide" in capsys.readouterr().err
+    assert "Name a --group-size that divides 128." in capsys.readouterr().err
+    (tmp_path / "bert").mkdir()
+    save_bert(tmp_path / "bert")
+    assert run(["quantize", str(tmp_path / "bert"), "--format", "fp8", "--out", str(tmp_path / "a")]) == 1
+    assert "is a model that pools" in capsys.readouterr().err
+    assert not (tmp_path / "a").exists()
     assert run(["quantize", "demo", "--format", "awq", "--act-order", "--out", str(tmp_path / "b")]) == 1
     assert "--act-order goes with" in capsys.readouterr().err
     for tokens in ("0", "-5", "1279"):

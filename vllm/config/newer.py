@@ -36,5 +36,8 @@ class NewerSettings:
         None, Json(optional=True), "Settings of attention; attention_backend chooses it.", later="attention_config"
     )
     quantization_config: Any = setting(
-        None, Json(optional=True), "Settings of quantization.", later="Quantized models (quantization_config)"
+        None,
+        Json(optional=True),
+        "Settings of quantization; quantization chooses a format.",
+        later="Settings of quantization (quantization_config; quantization chooses a format)",
     )

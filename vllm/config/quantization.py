@@ -90,7 +90,8 @@ def _in_flight(wanted: str, hf: HFConfig, targets: tuple[str, ...]) -> Quantizat
     if wanted not in IN_FLIGHT:
         raise ValueError(
             f"quantization={wanted!r} needs a checkpoint in that format, but {hf.file} has no `quantization_config`. "
-            f"Plain weights can be quantized while they are loaded with: {', '.join(IN_FLIGHT)}."
+            f"Plain weights can be quantized while they are loaded with: {', '.join(IN_FLIGHT)}. If the weights are in "
+            'that format, add it to the file, or pass hf_overrides={"quantization_config": {"quant_method": ..., ...}}.'
         )
     settings = {"target_modules": list(targets)} if targets else {}
     return Quantization(wanted, wanted, settings, in_flight=True)
@@ -101,6 +102,11 @@ def stored_settings(hf: HFConfig, folder: Path) -> tuple[dict[str, Any] | None, 
     settings = hf.quantization_config
     if settings is not None:
         return settings, hf.file
+    own = folder / "config.json"
+    if own != hf.file and own.is_file():  # `hf_config_path`: the weights are stored as their own folder says
+        settings = read_json_object(own).get("quantization_config")
+        if isinstance(settings, dict):
+            return settings, own
     found = [folder / name for name in SIDE_FILES if (folder / name).is_file()]
     if len(found) > 1:
         names = ", ".join(file.name for file in found)

@@ -81,7 +81,7 @@ def texts_of(llm: LLM, file: Path | None, tokens: int) -> tuple[list[list[int]],
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--data {file} cannot be read as UTF-8 text: {error}.") from None
     # four characters are about a token; what is too much is never tokenized
-    ids = llm.get_tokenizer().encode(text[: tokens * 16])[:tokens]
+    ids = llm.llm_engine.own_tokenizer.encode(text[: tokens * 16])[:tokens]
     begin = llm.llm_engine.vllm_config.model_config.hf.get("bos_token_id", default=None)
     sequences = documents_of(ids, begin if type(begin) is int else None, length)
     if len(sequences) < 5:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -178,4 +179,7 @@ def fitted(
     for size in wanted:
         if size > 0 and all(count % size == 0 for count in sizes):
             return replace(target, group=size)
-    raise ValueError(f"Groups of {wanted} inputs do not divide the model's layers of {sorted(sizes)} inputs.")
+    raise ValueError(
+        f"Groups of {' or '.join(map(str, wanted))} inputs do not divide the model's layers of {sorted(sizes)} inputs. "
+        f"Name a --group-size that divides {math.gcd(*sizes)}."
+    )

@@ -88,6 +88,8 @@ def quantize(job: Job) -> Report:
     family = ModelRegistry.resolve(config.hf.architectures)
     if not isinstance(family, Family):
         raise ValueError("Only models of built-in families can be quantized.")
+    if config.runner_type == "pooling":
+        raise ValueError(f"{config.path} is a model that pools. Only models that generate text can be quantized here.")
     if stored_settings(config.hf, config.path)[0] is not None:
         raise ValueError(f"{config.path} is quantized already. Start from the original weights.")
     layers: dict[str, list[str]] = with_model(llm, _linear_layers)
@@ -95,7 +97,7 @@ def quantize(job: Job) -> Report:
     if job.format in GGUF_FORMATS:
         return _to_gguf(job, llm, layers, sizes)
     target = fitted(TARGETS[job.format], job.group, set(sizes.values()), job.act_order, job.nearest, job.bits)
-    _check_resumable(job, target)
+    _begin(job, {"group": target.group, "act_order": target.act_order, "round": target.round, "bits": target.bits})
     calibration, held_out = texts_of(llm, job.data, job.tokens)
     before = run_over(llm, held_out)
     report = Report()
@@ -125,6 +127,7 @@ def _to_gguf(job: Job, llm: LLM, layers: dict[str, list[str]], sizes: dict[str, 
     config = llm.llm_engine.vllm_config.model_config
     family = ModelRegistry.resolve(config.hf.architectures)
     made = GgufJob(job.format, config.hf, config.path, config.path.name)
+    _begin(job, {})
     calibration, held_out = texts_of(llm, job.data, job.tokens)
     before = run_over(llm, held_out)
     report = Report(bytes_before=made.size, warning=made.warning)
@@ -138,16 +141,18 @@ def _to_gguf(job: Job, llm: LLM, layers: dict[str, list[str]], sizes: dict[str, 
             if path in inputs and name.endswith(".weight"):
                 report.errors[name.removesuffix(".weight")] = made.error(name, inputs[path])
     del llm
-    job.out.mkdir(parents=True, exist_ok=True)
     file = job.out / f"{config.path.name}-{job.format.removeprefix('gguf-').upper()}.gguf"
     fresh = file.with_suffix(".new")
     try:
         made.write(fresh)
         os.replace(fresh, file)
+    except OSError as error:
+        raise OSError(f"{fresh} cannot be written: {error.strerror}.") from None
     finally:
-        fresh.unlink(missing_ok=True)  # a job that begins again needs an empty folder
+        fresh.unlink(missing_ok=True)
     report.bytes_after = file.stat().st_size
     report.compare(before, run_over(LLM(str(file)), held_out))
+    (job.out / _STATE).unlink()
     return report
 
 
@@ -316,14 +321,15 @@ def _replace(file: Path, text: str) -> None:
     os.replace(fresh, file)
 
 
-def _check_resumable(job: Job, target: Target) -> None:
+def _begin(job: Job, settings: dict[str, Any]) -> None:
     """Begin a job's state, or see that what is there belongs to the same job, if that one has written anything."""
     job.out.mkdir(parents=True, exist_ok=True)
-    asked = {"model": job.model, "format": job.format, "group": target.group, "act_order": target.act_order,
-             "round": target.round, "bits": target.bits, "data": str(job.data), "tokens": job.tokens}  # fmt: skip
+    asked = {"model": job.model, "format": job.format, **settings, "data": str(job.data), "tokens": job.tokens}
     file = job.out / _STATE
     state = json.loads(file.read_text()) if file.exists() else None
     if state is None or not state["errors"]:
+        for unfinished in job.out.glob("*.new"):
+            unfinished.unlink()
         _replace(file, json.dumps({"job": asked, "errors": {}}))
     elif state["job"] != asked:
         raise ValueError(f"{job.out} holds the beginning of another job. Name another folder, or delete it.")

@@ -134,6 +134,14 @@ class QuantizedCheckpoint:
         A tensor is let go as soon as it has been read.
         """
         total, missing, dense, packed = 0, [], 0, 0
+        of_file = self._format.name == "gguf"  # which says of each tensor how it is stored
+        if not of_file and not self._stacks and not any(self._is_quantized(*found) for found in self._found.items()):
+            logger.warning(
+                "%s: the weights are plain and stay so: there is none that this format would quantize. Plain weights "
+                'are quantized while they are loaded with quantization="fp8" or "bitsandbytes", if their config.json '
+                "does not say that they are quantized.",
+                self._format.name,
+            )
         for path, table, stored in self._tables:
             if path not in self._found:
                 missing.append(" or ".join(self._quantization.names(path)) or path)
@@ -181,6 +189,11 @@ class QuantizedCheckpoint:
                 packed / 2**30,
             )
         return total, missing
+
+    def _is_quantized(self, container: str, module: _Module) -> bool:
+        """Whether a weight is stored quantized, or becomes so while it is loaded."""
+        reader = self._quantization.reader_of(container, expert=_EXPERT.search(container) is not None)
+        return not is_plain(module.tensors) or (reader is not None and reader.reads_plain)
 
     def _keeps(self, container: str) -> bool:
         """Whether the plain weight of `container` is read by its format, or by the method of its layer."""

@@ -10,7 +10,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import regex  # its matches, unlike those of `re`, can be given a limit of time
 import torch
@@ -32,7 +32,7 @@ _PLAIN = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}
 class Reader(ABC):
     """How one projection is stored. reads_plain: it takes plain weights, to quantize them; others leave them alone."""
 
-    reads_plain: ClassVar[bool] = False
+    reads_plain: bool = False
 
     @abstractmethod
     def read(self, tensors: Tensors, n: int, k: int) -> GroupedWeight | Tensor:
@@ -93,7 +93,7 @@ class InFlight(Reader):
     """Plain weights that are quantized while they are loaded."""
 
     quantize: Callable[[Tensor], GroupedWeight]
-    reads_plain: ClassVar[bool] = True
+    reads_plain: bool = True
 
     def read(self, tensors: Tensors, n: int, k: int) -> GroupedWeight | Tensor:
         return self.quantize(plain_weight(tensors, n, k).float())

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,16 +66,15 @@ def _of_blocks(codes: Tensor, absmax: Tensor, block: int, table: Tensor) -> Grou
 
 @dataclass(frozen=True)
 class FourBit(Reader):
-    """kind: the table of weights quantized here. quantizes: plain weights become quantized."""
+    """kind: the table of weights quantized here."""
 
     kind: str
-    quantizes: bool
-    reads_plain: ClassVar[bool] = True
+    reads_plain: bool
 
     def read(self, tensors: Tensors, n: int, k: int) -> GroupedWeight | Tensor:
         if is_plain(tensors):
             weight = plain_weight(tensors, n, k)
-            return round_to_table(weight, self.kind) if self.quantizes else weight
+            return round_to_table(weight, self.kind) if self.reads_plain else weight
         state = _state(tensors)
         if state.get("shape") != [n, k]:
             raise ValueError(f"the quantization state says the shape {state.get('shape')}, expected {[n, k]}")
@@ -127,13 +126,12 @@ def _state(tensors: Tensors) -> dict[str, Any]:
 class EightBit(Reader):
     """Signed codes with a scale for each output."""
 
-    quantizes: bool
-    reads_plain: ClassVar[bool] = True
+    reads_plain: bool
 
     def read(self, tensors: Tensors, n: int, k: int) -> GroupedWeight | Tensor:
         if is_plain(tensors):
             weight = plain_weight(tensors, n, k)
-            return round_to_groups(weight, 8, -1) if self.quantizes else weight
+            return round_to_groups(weight, 8, -1) if self.reads_plain else weight
         if "weight_format" in tensors and bool(tensors["weight_format"].any()):
             raise ValueError("'weight_format' is not 0: the codes are in an order for older GPUs")
         codes = take(tensors, "weight", (n, k), torch.int8)
@@ -157,8 +155,8 @@ class BitsAndBytes(Format):
             settings, "bnb_4bit_quant_type", str, "nf4" if settings.keys() <= {TARGETS} else "fp4", among=tuple(TABLES)
         )
         eight = setting(settings, "load_in_8bit", bool, False)
-        quantizes = settings.keys() <= {TARGETS}
-        self._reader: Reader = EightBit(quantizes) if eight else FourBit(kind, quantizes)
+        reads_plain = settings.keys() <= {TARGETS}
+        self._reader: Reader = EightBit(reads_plain) if eight else FourBit(kind, reads_plain)
         self._plain, self._only = names_of(settings, "llm_int8_skip_modules"), names_of(settings, TARGETS)
 
     def reader(self, names: Sequence[str]) -> Reader | None:

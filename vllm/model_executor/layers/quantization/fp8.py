@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -37,13 +37,12 @@ class Fp8Reader(Reader):
     static: bool = False
     inputs: InputQuant | None = InputQuant("fp8", "tensor")
     weights_per: Literal["tensor", "channel"] = "tensor"
-    quantizes: bool = True
-    reads_plain: ClassVar[bool] = True
+    reads_plain: bool = True
 
     def read(self, tensors: Tensors, n: int, k: int) -> GroupedWeight | Tensor:
         if "weight" in tensors and is_plain({"weight": tensors["weight"]}):
             weight = plain_weight(tensors, n, k)
-            return round_to_fp8(weight, self.weights_per, self.inputs) if self.quantizes else weight
+            return round_to_fp8(weight, self.weights_per, self.inputs) if self.reads_plain else weight
         codes = take(tensors, "weight", (n, k), torch.float8_e4m3fn)
         scales, group = fp8_scales(tensors, n, k, self.block)
         return GroupedWeight(codes, scales, group, 8, inputs=self._inputs(tensors))
@@ -105,7 +104,7 @@ class Fp8(Format):
         per: Literal["group", "tensor"] = "tensor" if block is None else "group"
         # Weights that a checkpoint of this format leaves plain stay so.
         in_flight = not settings or setting(settings, "is_checkpoint_fp8_serialized", bool, True) is False
-        self._reader = Fp8Reader(block, scheme == "static", InputQuant("fp8", per), quantizes=in_flight)
+        self._reader = Fp8Reader(block, scheme == "static", InputQuant("fp8", per), reads_plain=in_flight)
         self._plain = {*names_of(settings, "ignored_layers"), *names_of(settings, "modules_to_not_convert")}
 
     def reader(self, names: Sequence[str]) -> Reader | None:
@@ -132,7 +131,7 @@ class FbgemmFp8(Format):
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         limit = setting(settings, "activation_scale_ub", float, 1200.0)
-        self._reader = Fp8Reader(inputs=InputQuant("fp8", "token", limit=limit), quantizes=False)
+        self._reader = Fp8Reader(inputs=InputQuant("fp8", "token", limit=limit), reads_plain=False)
         self._plain = set(names_of(settings, "modules_to_not_convert"))
 
     def reader(self, names: Sequence[str]) -> Reader | None:
@@ -158,7 +157,7 @@ class ModelOptFp8(Format):
 
         if any(fnmatchcase(name, pattern) for pattern in self._plain for name in names):
             return None
-        return ModelOptReader(quantizes=False)
+        return ModelOptReader(reads_plain=False)
 
     def head_reader(self, names: Sequence[str]) -> Reader | None:
         return self.reader(names)
