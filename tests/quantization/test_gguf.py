@@ -255,12 +255,13 @@ def test_blocks_written_here_are_near_the_numbers(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q5_0", "Q4_0", "Q4_K", "Q6_K"])
-def test_the_packaged_model_as_a_file(kind: str, tmp_path: Path) -> None:
+def test_the_packaged_model_as_a_file(kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file, held = write_demo(tmp_path, kind)
     reference = hf.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
     _load(reference, held)
     assert_same_logits(folder_of(file), reference, 1e-3)
     llm = LLM(str(file), max_model_len=256)
+    assert "stay so" not in capfd.readouterr().err  # that nothing is quantized is what a file of F16 says
     prompts = ["The capital of France is", "Water freezes"]
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8))
     assert "Paris" in outputs[0].outputs[0].text

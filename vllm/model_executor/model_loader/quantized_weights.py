@@ -134,8 +134,8 @@ class QuantizedCheckpoint:
         A tensor is let go as soon as it has been read.
         """
         total, missing, dense, packed = 0, [], 0, 0
-        of_file = self._format.name == "gguf"  # which says of each tensor how it is stored
-        if not of_file and not self._stacks and not any(self._is_quantized(*found) for found in self._found.items()):
+        plain = not (self._stacks or any(self._is_quantized(*found) for found in self._found.items()))
+        if plain and not self._format.by_tensor:
             logger.warning(
                 "%s: the weights are plain and stay so: there is none that this format would quantize. Plain weights "
                 'are quantized while they are loaded with quantization="fp8" or "bitsandbytes", if their config.json '

@@ -56,10 +56,12 @@ class Format(ABC):
     leaves: the last parts of the names of its tensors, besides "weight".   ignored: those that nobody needs.
     stacks: the ends of names of tensors that hold the matrices of all experts, where it stores such.
     rows_apart: each row of a projection is a row of its tensor, so that a table can be looked up as it is stored.
+    by_tensor: each tensor says how it is stored, so that a checkpoint of plain ones alone is of this format too.
     """
 
     name: str
     rows_apart: bool = False
+    by_tensor: bool = False
     leaves: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     stacks: tuple[str, ...] = ()

@@ -45,6 +45,7 @@ class Gguf(Format):
     """Every projection may be quantized; those that are not come as plain weights."""
 
     name = "gguf"
+    by_tensor = True
     rows_apart = True
     leaves = tuple(LEAF + kind for kind in BLOCK_TYPES)
 
