@@ -22,10 +22,10 @@ from vllm.ops.triton import quantized, register
 from vllm.ops.triton.decode_linear import GATED, RESIDUAL, STORE, Product, Stream, Weight, run_product
 from vllm.ops.triton.decode_parts import Tiling
 from vllm.ops.triton.float8 import Float8Weight
+from vllm.ops.triton.one_row import takes_row
 from vllm.ops.triton.packed_experts import PackedStack
 from vllm.ops.triton.packed_few import takes_few
 from vllm.ops.triton.packed_linear import PackedWords, WidePacked, wide_packed_product
-from vllm.ops.triton.packed_row import takes_row
 from vllm.ops.triton.precompile import precompile
 
 SHAPES = {
@@ -108,17 +108,23 @@ def tilings(rows: int, outputs: int, gated: bool) -> list[Tiling]:
     return found
 
 
-def hopper_tilings(rows: int, weight: PackedWords | Float8Weight, mode: int) -> list[Tiling]:
+def hopper_tilings(rows: int, weight: Weight, mode: int) -> list[Tiling]:
     """Those of the kernels that only Hopper GPUs have."""
     gated = mode == GATED
-    if rows == 1 and takes_row(weight):
-        blocks = weight.shape[1] // (256 if isinstance(weight, PackedWords) else 128)
+    if rows == 1:
         return [
-            Tiling(True, 8 if gated else 16, 1, warps, unroll=ahead, registers=registers)
-            for warps in (4, 8, 16)
-            for ahead, registers in ((1, 64), (1, 80), (2, 80), (2, 96), (3, 96), (2, 128), (3, 128), (4, 128))
-            if blocks % warps == 0 and ahead <= blocks // warps <= 16
-        ]
+            Tiling(True, (8 if gated else 16) * units, 1, warps, stages=stages, late=late, registers=registers)
+            for units in (1, 2)
+            for warps, stages, registers in (
+                (2, 4, 80), (4, 2, 80), (4, 2, 96), (4, 3, 80), (4, 3, 96), (4, 4, 96), (4, 4, 128), (4, 6, 80),
+                (4, 6, 96), (8, 2, 64), (8, 2, 80), (8, 2, 96), (8, 2, 128), (8, 3, 64), (8, 3, 96), (8, 3, 128),
+                (8, 4, 96), (8, 4, 128), (8, 6, 96),
+            )
+            for late in ((0, 1) if mode == STORE else (0,))
+            if takes_row(weight)
+        ]  # fmt: skip
+    if isinstance(weight, torch.Tensor):
+        return []
     if not takes_few(rows, weight, mode):
         return []
     tiles = weight.shape[0] // 64 // (2 if gated else 1)

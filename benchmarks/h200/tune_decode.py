@@ -79,6 +79,8 @@ def plains(rows: int, outputs: int, inputs: int, mode: int) -> list[Tiling]:
             stages = min(inputs // split // depth, room // ((64 * pair + padded) * depth * 2))
             if stages >= 2:
                 found += [Tiling(False, 64, depth, 4, split, stages, whole=True, late=late) for late in (0, 1, 2)]
+            if mode == GATED and split == 1:  # of half as many outputs
+                found += [Tiling(False, 32, depth, 4, 1, more, whole=True) for more in (stages, 2 * stages)]
     return list(dict.fromkeys(found))
 
 
@@ -93,7 +95,7 @@ def candidates(name: str, rows: int, w: ProgramWeights) -> list[Any]:
         part = Linear(w.head) if name == "head" else getattr(layer, name)
     outputs, inputs = part.weight.shape[0] // (2 if gated else 1), part.weight.shape[1]
     mode = {"qkv": STORE, "up": GATED if gated else STORE, "head": ARGMAX}.get(name, RESIDUAL)
-    hopper = [] if isinstance(part.weight, torch.Tensor) else hopper_tilings(rows, part.weight, mode)
+    hopper = hopper_tilings(rows, part.weight, mode) if has_warp_roles() else []
     if isinstance(part.weight, PackedWords):
         return tilings(rows, outputs, gated) + hopper
     splits = (1, 2, 4) if name in ("o", "down") else (1, 2) if name == "qkv" else (1,)

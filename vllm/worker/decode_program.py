@@ -159,7 +159,7 @@ def choose_step_tiling(w: ProgramWeights, rows: int, width: int, adapted: bool =
         splits = choose_latent_splits(rows, attn.heads)
     behind = 0  # memory rests while one row's attention computes; of wide plain weights there is too much to read
     if one and mlp is not None:
-        behind = 6 << 20 if isinstance(mlp.up.weight, PackedWords) else 8 << 20
+        behind = 4 << 20
         if isinstance(mlp.up.weight, Tensor):
             behind = 2 << 20 if light else 0
     up = down = o = product(layer.o, RESIDUAL)

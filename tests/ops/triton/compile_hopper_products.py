@@ -9,12 +9,13 @@ The language of those kernels has no interpreter.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import triton
 
 from tests.ops.triton.compile_hopper_prefill import Compiled
-from vllm.ops.triton import moe, packed_few, packed_many, packed_row, plain_few
+from vllm.ops.triton import moe, one_row, packed_few, packed_many, plain_few
 from vllm.ops.triton.decode_linear import GATED, RESIDUAL, STORE, Folded, Product, Stream, run_product
 from vllm.ops.triton.float8 import Float8Weight
 from vllm.ops.triton.packed_experts import PackedStack
@@ -22,6 +23,18 @@ from vllm.ops.triton.packed_linear import PackedWords
 from vllm.ops.triton.precompile import _NoDevice
 
 INPUTS, OUTPUTS = 4096, {STORE: 4096, GATED: 4096, RESIDUAL: 2560}
+
+
+class FromTheStart(Compiled):
+    """Of a kernel that counts places from where shared memory begins: what it allocates must begin there."""
+
+    def __missing__(self, grid: tuple[int, ...]) -> Any:
+        def compile_only(*args: Any, **options: Any) -> None:
+            made = super(FromTheStart, self).__missing__(grid)(*args, **options)
+            if f"+{(options['ROOM'] - 1) * 128}]" not in made.asm["ptx"]:
+                raise RuntimeError("Not where it was meant to be.")
+
+        return compile_only
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -47,17 +60,21 @@ def stack(experts: int, rows: int) -> PackedStack:
 
 
 def product(
-    weight: torch.Tensor | PackedWords | Float8Weight, mode: int, rows: int, dtype: torch.dtype, late: int | None = None
+    weight: torch.Tensor | PackedWords | Float8Weight,
+    mode: int,
+    rows: int,
+    dtype: torch.dtype,
+    changes: dict[str, int] | None = None,
 ) -> None:
     """RESIDUAL: with a norm behind it; the others have one in front, and a bias or an activation."""
-    if isinstance(weight, torch.Tensor):
+    if rows == 1:
+        tiling = one_row.choose_row_tiling(weight, mode)
+    elif isinstance(weight, torch.Tensor):
         tiling = plain_few.choose_plain_tiling(rows, weight, mode)
-    elif rows == 1:
-        tiling = packed_row.choose_row_tiling(weight, mode)
     else:
         tiling = packed_few.choose_few_tiling(rows, weight, mode)
     assert tiling is not None
-    tiling = tiling if late is None else replace(tiling, late=late)
+    tiling = replace(tiling, **(changes or {}))
     outputs, residual = OUTPUTS[mode], mode == RESIDUAL
     squares = empty(rows, 64, dtype=torch.float32)
     stream = Stream(
@@ -78,14 +95,15 @@ def main() -> None:
     plain_few._few_kernel = Compiled(plain_few._few_kernel)
     packed_few._few_kernel = Compiled(packed_few._few_kernel)
     packed_many._many_kernel = Compiled(packed_many._many_kernel)
-    packed_row._row_kernel = Compiled(packed_row._row_kernel, "mma.sync")
-    packed_row.float8_row_kernel = Compiled(packed_row.float8_row_kernel, "mma.sync")
+    one_row._row_kernel = FromTheStart(one_row._row_kernel, "mma.sync")
     for mode, rows, dtype in ((STORE, 3, torch.float16), (GATED, 32, torch.bfloat16), (RESIDUAL, 17, torch.bfloat16)):
         outputs = OUTPUTS[mode] * (2 if mode == GATED else 1)
         words = packed(outputs)
         product(empty(outputs, INPUTS, dtype=dtype), mode, rows, dtype)
         if mode == STORE:
-            product(empty(outputs, INPUTS, dtype=dtype), mode, rows, dtype, 3)
+            product(empty(outputs, INPUTS, dtype=dtype), mode, rows, dtype, {"late": 3})
+        if mode == GATED:
+            product(empty(outputs, INPUTS, dtype=dtype), mode, rows, dtype, {"rows": 64, "stages": 2})
         codes = empty(outputs, INPUTS, dtype=torch.float8_e4m3fn)
         for weight in (words, Float8Weight(codes, empty(outputs, dtype=torch.float32), None)):
             product(weight, mode, 1, torch.float16)

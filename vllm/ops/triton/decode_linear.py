@@ -379,10 +379,10 @@ def run_product(
     const |= {"ACT": -1 if p.act is None else KINDS[p.act], "NORM": norm, "NEXT": next_weight is not None}
     const |= {"BIAS": p.bias is not None, "PDL": pdl, "num_warps": t.warps}
     behind = (squares, tiles, eps, *rest, p.scale)
-    if t.registers and not isinstance(p.weight, Tensor):
-        from vllm.ops.triton.packed_row import launch_row
+    if t.registers:
+        from vllm.ops.triton.one_row import launch_row
 
-        launch_row(rows, p.weight, (bias, to), behind, t, const, extra)
+        launch_row(rows, p.weight, (bias, to), behind, masks, t, const, extra)
         return
     if t.whole and not t.vector and not isinstance(p.weight, Tensor):
         from vllm.ops.triton.packed_few import launch_few
@@ -559,12 +559,13 @@ def choose_product_tiling(rows: int, weight: Weight, mode: int, adapted: bool = 
     """The tiling of a product with a weight, packed or not. adapted: rows may have adapters."""
     outputs, inputs = weight.shape
     outputs //= 2 if mode == GATED else 1
-    if not isinstance(weight, Tensor) and mode != ARGMAX and ASSEMBLY and has_warp_roles():
-        from vllm.ops.triton import packed_few, packed_row  # whose language not every Triton has
+    if ASSEMBLY and has_warp_roles():
+        from vllm.ops.triton import one_row, packed_few  # whose language not every Triton has
 
-        if rows == 1 and packed_row.takes_row(weight):
-            return packed_row.choose_row_tiling(weight, mode)
-        if packed_few.takes_few(rows, weight, mode):
+        chosen = one_row.choose_row_tiling(weight, mode) if rows == 1 and one_row.takes_row(weight) else None
+        if chosen is not None:
+            return chosen
+        if not isinstance(weight, Tensor) and mode != ARGMAX and packed_few.takes_few(rows, weight, mode):
             return packed_few.choose_few_tiling(rows, weight, mode)
     if isinstance(weight, PackedWords):
         return choose_packed_tiling(rows, outputs, weight.words.shape[0])

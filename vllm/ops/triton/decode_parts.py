@@ -53,7 +53,7 @@ class Tiling:
     ahead: int = 0  # columns of its weights that a program asks for before it waits for its predecessor
     late: int = 0  # when the kernel behind may start; 0: at once, 1: after the one in front, 2: after the last tile
     # 3, of `plain_few`: at once, and the one in front is waited for last; its inputs are from before that began
-    registers: int = 0  # of a thread of `packed_row`, whose tilings they mark; `unroll`: blocks that are under way
+    registers: int = 0  # of a thread of `one_row`, whose tilings they mark; `stages`: blocks of a warp under way
 
 
 @triton.jit
@@ -272,6 +272,7 @@ def finish_row(
             if tl.load(index) >= 0:  # one row has the first mask, or none
                 word = tl.load(bits + n // 32, mask=in_n, other=0)
                 allowed = allowed & (((word >> (n % 32)) & 1) != 0)
-        top, at = tl.max(tl.where(allowed, y, -float("inf")), 0, return_indices=True)
+        y = tl.where(allowed, y, -float("inf"))
+        top = tl.max(y, 0)
         tl.store(best + pid, top)
-        tl.store(best_at + pid, pid * BN + at)
+        tl.store(best_at + pid, tl.min(tl.where((y == top) | (y != y), n, pid * BN + BN - 1), 0))

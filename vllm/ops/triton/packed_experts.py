@@ -325,10 +325,10 @@ def rise(
     experts: [top_k] int32.   out: [top_k * inter].
     """
     if ASSEMBLY and x.dtype != torch.float32 and has_warp_roles():
-        from vllm.ops.triton import packed_row  # whose language not every Triton has
+        from vllm.ops.triton import packed_chosen  # whose language not every Triton has
 
-        if packed_row.takes_chosen(w, 1):
-            packed_row.launch_chosen(x, norm, w, KINDS[act], experts, None, out, (None,) * 4, 1.0, pdl)
+        if packed_chosen.takes_chosen(w, 1):
+            packed_chosen.launch_chosen(x, norm, w, KINDS[act], experts, None, out, (None,) * 4, 1.0, pdl)
             return
     inter = w.shape[1] // 2
     width, slices, stages = _RISE_WIDE if inter >= 8192 else _RISE
@@ -371,11 +371,11 @@ def fall(
     h, scaled, squares = stream
     top_k, hidden = len(experts), w.shape[1]
     if ASSEMBLY and x.dtype != torch.float32 and has_warp_roles():
-        from vllm.ops.triton import packed_row  # whose language not every Triton has
+        from vllm.ops.triton import packed_chosen  # whose language not every Triton has
 
-        if packed_row.takes_chosen(w, top_k):
+        if packed_chosen.takes_chosen(w, top_k):
             behind = (h, None, None, None) if next_weight is None else (h, next_weight, scaled, squares)
-            return packed_row.launch_chosen(x, None, w, -1, experts, weights, out, behind, scale, pdl)
+            return packed_chosen.launch_chosen(x, None, w, -1, experts, weights, out, behind, scale, pdl)
     width, slices, stages = _fall_cut(hidden)
     _fall_kernel[(fall_tiles(hidden), top_k * _shares(w, top_k))](
         x, w.words, w.scales, w.scales if w.offsets is None else w.offsets, experts, weights, *room,

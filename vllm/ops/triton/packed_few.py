@@ -2,7 +2,7 @@
 folded in: numbers are made of the next codes while the matrix units multiply the last ones, and sums get their scales a
 group at a time. Of sorted rows, with their experts' weights of 4 bits, it takes a tile at a time.
 
-Blocks of 128 bytes of an output, as in `packed_row`. Words and inputs of a block come through TMA, words before the
+Blocks of 128 bytes of an output, as in `one_row`. Words and inputs of a block come through TMA, words before the
 kernel in front has ended. The weight is the left operand and stays in registers.
 """
 

@@ -1,16 +1,14 @@
-"""The product of one row with weights of 4 bits or 8-bit floats on Hopper GPUs, in Gluon: a lane loads the words of
-which the matrix units take numbers from it, several blocks at once and before the kernel in front has ended.
+"""The products of one row with the experts that it chooses, of 4 bits, on Hopper GPUs, in Gluon: a lane loads the words
+of which the matrix units take numbers from it, several blocks at once.
 
-A block is 128 bytes of an output: of 4 bits 256 inputs, as in `packed_linear` with 64 words, of 8-bit floats, whose
-kernel is in `float8_row`, 128, as in `float8`. Each warp takes blocks of its own, of 16 outputs (of a gated product 8
-of each half). The order of inputs within a product of the matrix units is free: the four words of 32 bits that a lane
-loads of an output at once are operands of two of them for each code. All columns of the right operand are the one row.
+A block is 128 bytes of an output: 256 inputs, as in `packed_linear` with 64 words. Each warp takes blocks of its own,
+of 16 outputs (of a gated product 8 of each half), and multiplies them as `one_row` does.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import triton
 from torch import Tensor
@@ -18,11 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from vllm.ops.triton.decode_parts import Tiling, ask_constants, finish_row
-from vllm.ops.triton.float8 import Float8Weight
-from vllm.ops.triton.float8_row import float8_row_kernel
-from vllm.ops.triton.hopper_parts import ask_inputs
-from vllm.ops.triton.packed_linear import PackedWords
+from vllm.ops.triton.decode_parts import ask_constants, finish_row
 
 if TYPE_CHECKING:
     from vllm.ops.triton.packed_experts import PackedStack
@@ -109,78 +103,6 @@ def _totals(x, HALF: gl.constexpr):
     return gl.inline_asm_elementwise(ASM, CONSTRAINTS, operands, dtype=gl.float32, is_pure=False, pack=4)
 
 
-@gluon.jit(do_not_specialize=["tiles_in"])
-def _row_kernel(
-    x, words, scales, offsets, bias, out, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out,
-    scale: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, WIDTH: gl.constexpr,
-    SQUARES: gl.constexpr, AHEAD: gl.constexpr, MODE: gl.constexpr, ACT: gl.constexpr, NORM: gl.constexpr,
-    NEXT: gl.constexpr, BIAS: gl.constexpr, OFFSETS: gl.constexpr, PDL: gl.constexpr, LATE: gl.constexpr,
-):  # fmt: skip
-    """Grid (N / 16,), of gated products (N / 8,). AHEAD: blocks of which a warp has asked for the words. SQUARES: at
-    least the tiles of the norm in front. LATE: as `Tiling.late`.
-    """
-    WARPS: gl.constexpr = gl.num_warps()
-    SHARE: gl.constexpr = K // 256 // WARPS
-    GATED: gl.constexpr = MODE == 1
-    ROWS: gl.constexpr = 2 * N if GATED else N
-    BN: gl.constexpr = 8 if GATED else 16
-    SECOND: gl.constexpr = N if GATED else 8  # a lane's second output behind its first
-    STEP: gl.constexpr = ROWS * 32  # words of 32 bits between blocks; 32 between outputs
-    HALF: gl.constexpr = x.dtype.element_ty == gl.float16
-    lanes: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
-    line: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    pid = gl.program_id(0)
-    thread = gl.arange(0, 32 * WARPS, gl.SliceLayout(1, lanes))
-    e = gl.arange(0, 4, gl.SliceLayout(0, lanes))
-    q = thread % 4
-    row = pid * BN + thread // 4 % 8
-    first = thread // 32 * SHARE
-    if PDL and LATE == 0:
-        gdc_launch_dependents()
-    at = words.to(gl.pointer_type(gl.int32)) + (first * STEP + row * 32 + q * 4)[:, None] + e[None, :]
-    row4 = row[:, None] + (e // 2 * SECOND)[None, :]  # of each sum
-    half = (first * 2)[:, None] + (e % 2)[None, :]  # and the half of a block that it is over
-    w = ()
-    s = ()
-    for i in gl.static_range(AHEAD):
-        w += (_ask_words(at + i * STEP, SECOND * 32),)  # type: ignore[assignment]
-        s += (gl.load(scales + (half + i * 2) * 128 // GROUP * ROWS + row4),)  # type: ignore[assignment]
-    n = pid * BN + gl.arange(0, BN, line)
-    in_n = n < N
-    first_bias, second_bias, weight = ask_constants(bias, next_weight, n, in_n, N, MODE, NEXT, BIAS)
-    if PDL:
-        gdc_wait()
-    if PDL and LATE == 1:
-        gdc_launch_dependents()
-    x_at = x.to(gl.pointer_type(gl.int32)) + (first * 128 + q * 4)[:, None] + e[None, :]
-    parts, before = ask_inputs(squares_in, tiles_in, h, n, in_n, MODE, NORM, SQUARES)
-    acc = gl.zeros([32 * WARPS, 4], gl.float32, lanes)
-    for i in gl.static_range(SHARE):
-        xs = _ask_row(x_at + i * 128)
-        sums = _sums(w[i], xs, HALF)
-        if OFFSETS:
-            acc += _totals(xs, HALF) * gl.load(offsets + (half + i * 2) * 128 // GROUP * ROWS + row4)
-        acc += sums * s[i].to(gl.float32)
-        if i + AHEAD < SHARE:
-            w += (_ask_words(at + (i + AHEAD) * STEP, SECOND * 32),)  # type: ignore[assignment]
-            s += (gl.load(scales + (half + (i + AHEAD) * 2) * 128 // GROUP * ROWS + row4),)  # type: ignore[assignment]
-    if PDL and LATE == 2:
-        gdc_launch_dependents()
-    acc = gl.sum(gl.reshape(acc, [WARPS, 8, 4, 2, 2]), 4)
-    acc = gl.sum(gl.sum(acc, 2) * 0.25, 0)  # the four lanes of an output have the same
-    if GATED:
-        first_half, second_half = gl.split(acc)
-        y = gl.convert_layout(first_half, line)
-        u = gl.convert_layout(second_half, line)
-    else:
-        y = gl.convert_layout(gl.reshape(gl.permute(acc, (1, 0)), [16]), line)
-        u = y
-    finish_row(
-        y, u, n, in_n, pid, first_bias, second_bias, weight, parts, before, eps, out, h, scaled, squares_out, None,
-        None, None, None, None, scale, WIDTH, BN, MODE, ACT, NORM, NEXT, BIAS, False,
-    )  # fmt: skip
-
-
 @gluon.jit
 def _ask_chosen(
     words, scales, offsets, experts, weights, i, choice, first, inside, row4, half, EACH: gl.constexpr,
@@ -217,7 +139,7 @@ def _chosen_kernel(
     TOP_K: gl.constexpr, SQUARES: gl.constexpr, AHEAD: gl.constexpr, MODE: gl.constexpr, ACT: gl.constexpr,
     NORM: gl.constexpr, NEXT: gl.constexpr, OFFSETS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """`_row_kernel` for the experts of one row. Gated, grid (N / 8, TOP_K): the first products, of EACH inputs, one
+    """Gated, grid (N / 8, TOP_K): the first products, of EACH inputs, one
     choice behind the other. Else, grid (N / 16,): the sum of the second ones, whose inputs lie so.
     """
     WARPS: gl.constexpr = gl.num_warps()
@@ -272,7 +194,7 @@ def _chosen_kernel(
             ),
         )  # type: ignore[assignment]
     x_at = x.to(gl.pointer_type(gl.int32)) + (first * 128 + q * 4)[:, None] + e[None, :]
-    parts, before = n, n  # what `ask_inputs` does; with a call of it more registers are spilled
+    parts, before = n, n  # as `hopper_parts.ask_inputs`; with a call of it more registers are spilled
     if NORM:
         j = gl.arange(0, SQUARES, line)
         parts = gl.load(squares_in + j, mask=j < tiles_in, other=0.0)
@@ -357,62 +279,3 @@ def launch_chosen(
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return programs
-
-
-def takes_row(weight: PackedWords | Float8Weight) -> bool:
-    """Whether the kernel multiplies by a weight: of the widths and groups it is cut for."""
-    if isinstance(weight, PackedWords):
-        fitting = weight.format == "int4" and weight.words.shape[2] == 64 and weight.group % 128 == 0
-        if not fitting or weight.shape[1] % 256:
-            return False
-    return weight.shape[0] % 16 == 0 and _blocks(weight) // _most_warps(weight) <= _MOST_BLOCKS
-
-
-def _blocks(weight: PackedWords | Float8Weight) -> int:
-    return weight.shape[1] // (256 if isinstance(weight, PackedWords) else 128)
-
-
-def _most_warps(weight: PackedWords | Float8Weight) -> int:
-    """That share the blocks of an output."""
-    return math.gcd(_blocks(weight), 8)
-
-
-def choose_row_tiling(weight: PackedWords | Float8Weight, mode: int) -> Tiling:
-    """From times of whole steps on an H200 (`benchmarks/h200/tune_decode.py`, `h200_packed_rows.json`), those of 8-bit
-    floats of `h200_one_row_py22.json`.
-    """
-    packed = isinstance(weight, PackedWords)
-    warps, late = _most_warps(weight), 0
-    if mode == 1:
-        warps = min(4, warps)
-        ahead, registers = (2, 96) if packed else (4, 128)
-    elif mode == 0:
-        ahead, registers, late = 1, 64, 1
-    elif packed or weight.shape[1] >= 8192:
-        ahead, registers = 2 if packed else 3, 128
-    else:
-        ahead, registers = 2, 96
-    share = _blocks(weight) // warps
-    if share > _MOST_BLOCKS:
-        warps *= 2
-        share //= 2
-    return Tiling(True, 8 if mode == 1 else 16, 1, warps, unroll=min(ahead, share), late=late, registers=registers)
-
-
-def launch_row(
-    x: Tensor, weight: PackedWords | Float8Weight, ends: tuple[Tensor | None, ...], behind: tuple[Any, ...], t: Tiling,
-    const: dict[str, Any], extra: dict[str, Any],
-) -> None:  # fmt: skip
-    """Launch a product. The rest as for `launch_packed`."""
-    squares, tiles, eps, h, next_weight, scaled, squares_out, *_, scale = behind
-    const = {name: const[name] for name in ("N", "K", "WIDTH", "MODE", "ACT", "NORM", "NEXT", "BIAS", "PDL")}
-    const |= {"SQUARES": triton.next_power_of_2(max(tiles, 2)), "AHEAD": t.unroll, "LATE": t.late}
-    const |= {"num_warps": t.warps, "maxnreg": t.registers}
-    grid, rest = (const["N"] // t.rows,), (*ends, squares, tiles, eps, h, next_weight, scaled, squares_out, scale)
-    if isinstance(weight, Float8Weight):
-        float8_row_kernel[grid](x, weight.codes, weight.scales, *rest, **const, **extra)
-        return
-    _row_kernel[grid](
-        x, weight.words, weight.scales, weight.offsets, *rest, GROUP=weight.group, OFFSETS=weight.offsets is not None,
-        **const, **extra,
-    )  # fmt: skip
