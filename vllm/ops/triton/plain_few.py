@@ -41,14 +41,27 @@ from vllm.ops.triton.hopper_parts import (
 @gluon.jit
 def _ask_weights(
     w, there, ws, begin, block, pid, pred, N: gl.constexpr, BN: gl.constexpr, BM: gl.constexpr, SUB: gl.constexpr,
-    TILES: gl.constexpr, STAGES: gl.constexpr,
+    TILES: gl.constexpr, PAIRS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """A block's weights, to their place. The barrier waits for its inputs, too."""
     slot = block % STAGES
-    mbarrier.expect(there.index(slot), SUB * (TILES * BN + BM) * 128, pred=pred)
-    for t in gl.static_range(TILES):
-        at = [(begin + block) * SUB, pid * BN + t * N, 0]
-        load_tile(w, at, there.index(slot), ws.index(slot * TILES + t), pred=pred)
+    mbarrier.expect(there.index(slot), SUB * ((2 if PAIRS else TILES) * BN + BM) * 128, pred=pred)
+    if PAIRS:
+        at = [(begin + block) * SUB, pid * (BN // 8), 0, 0, 0]
+        load_tile(w, at, there.index(slot), ws.index(slot), pred=pred)
+    else:
+        for t in gl.static_range(TILES):
+            at = [(begin + block) * SUB, pid * BN + t * N, 0]
+            load_tile(w, at, there.index(slot), ws.index(slot * TILES + t), pred=pred)
+
+
+@gluon.jit
+def _halves(acc, to: gl.constexpr, BN: gl.constexpr, BM: gl.constexpr):
+    """The rows of a gated product's halves, of which eight of the one lie behind eight of the other, in a layout."""
+    pairs: gl.constexpr = gl.BlockedLayout([1, 4, 2], [4, 8, 1], [gl.num_warps(), 1, 1], [2, 1, 0])
+    parts = gl.permute(gl.reshape(acc, [BN // 8, 2, 8, BM]), (0, 2, 3, 1))
+    first, second = gl.split(gl.convert_layout(gl.reshape(parts, [BN, BM, 2]), pairs))
+    return gl.convert_layout(first, to), gl.convert_layout(second, to)
 
 
 @gluon.jit(do_not_specialize=["tiles_in", "M"])
@@ -60,15 +73,19 @@ def _few_kernel(
     PDL: gl.constexpr, LATE: gl.constexpr, X_LAYOUT: gl.constexpr, W_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Grid (N / BN, SPLIT), of up to BM rows. x: [K / 64, M, 64], w: [K / 64, rows of the weight, 64], both as
-    descriptors of tiles of SUB * 64 inputs. LATE: as `Tiling.late`. The rest: as in `decode_linear`.
+    descriptors of tiles of SUB * 64 inputs; w of a gated product's 32 outputs, so that both halves fill one tile of the
+    matrix units: [K / 64, N / 8, 2, 8, 64]. LATE: as `Tiling.late`. The rest: as in `decode_linear`.
     """
     BLOCKS: gl.constexpr = K // (64 * SUB)
     COUNT: gl.constexpr = (BLOCKS + SPLIT - 1) // SPLIT  # of the longest share
     EVEN: gl.constexpr = BLOCKS % SPLIT == 0
-    TILES: gl.constexpr = 2 if MODE == 1 else 1
+    PAIRS: gl.constexpr = MODE == 1 and BN == 32
+    TILES: gl.constexpr = 2 if MODE == 1 and not PAIRS else 1
+    ROWS: gl.constexpr = 2 * BN if PAIRS else BN
     FIRST: gl.constexpr = STAGES if STAGES < COUNT else COUNT
     dtype: gl.constexpr = x.dtype
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BM, 16])
+    ends: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0]) if PAIRS else mma
     pid = gl.program_id(0)
     share = gl.program_id(1)
     begin = share * BLOCKS // SPLIT
@@ -76,9 +93,10 @@ def _few_kernel(
     if not EVEN:
         count = (share + 1) * BLOCKS // SPLIT - begin
     x_places = gl.allocate_shared_memory(dtype, [STAGES, SUB, BM, 64], x.layout)
-    w_places = gl.allocate_shared_memory(dtype, [STAGES * TILES, SUB, BN, 64], w.layout)
+    w_shape: gl.constexpr = [STAGES, SUB, BN // 8, 2, 8, 64] if PAIRS else [STAGES * TILES, SUB, BN, 64]
+    w_places = gl.allocate_shared_memory(dtype, w_shape, w.layout)
     xs = view(x_places, dtype, [STAGES * SUB, BM, 64], X_LAYOUT)
-    ws = view(w_places, dtype, [STAGES * TILES * SUB, BN, 64], W_LAYOUT)
+    ws = view(w_places, dtype, [STAGES * TILES * SUB, ROWS, 64], W_LAYOUT)
     there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(there.index(i), count=1)
@@ -86,9 +104,9 @@ def _few_kernel(
     if PDL and (LATE == 0 or LATE == 3):
         gdc_launch_dependents()
     for i in gl.static_range(FIRST):
-        _ask_weights(w, there, w_places, begin, i, pid, EVEN or i < count, N, BN, BM, SUB, TILES, STAGES)
-    n = pid * BN + gl.arange(0, BN, gl.SliceLayout(1, mma))
-    m = gl.arange(0, BM, gl.SliceLayout(0, mma))
+        _ask_weights(w, there, w_places, begin, i, pid, EVEN or i < count, N, BN, BM, SUB, TILES, PAIRS, STAGES)
+    n = pid * BN + gl.arange(0, BN, gl.SliceLayout(1, ends))
+    m = gl.arange(0, BM, gl.SliceLayout(0, ends))
     keep = (m < M)[None, :]
     at = m[None, :] * N + n[:, None]
     first_bias, second_bias, factor = ask_constants(bias, next_weight, n, n < N, N, MODE, NEXT, BIAS)
@@ -102,7 +120,7 @@ def _few_kernel(
     before = n
     if MODE == 2:
         before = gl.load(h + at, mask=keep, other=0.0)
-    acc = gl.zeros([BN, BM], gl.float32, mma)
+    acc = gl.zeros([ROWS, BM], gl.float32, mma)
     up = acc
     zero = acc
     for b in range(count):
@@ -120,7 +138,7 @@ def _few_kernel(
         if STAGES < COUNT:
             following = b + STAGES
             more = following < count
-            _ask_weights(w, there, w_places, begin, following, pid, more, N, BN, BM, SUB, TILES, STAGES)
+            _ask_weights(w, there, w_places, begin, following, pid, more, N, BN, BM, SUB, TILES, PAIRS, STAGES)
             load_tile(x, [(begin + following) * SUB, 0, 0], there.index(slot), x_places.index(slot), pred=more)
     if PDL and LATE == 2:
         gdc_launch_dependents()
@@ -131,6 +149,8 @@ def _few_kernel(
         if not last:
             return
         acc, up = take_shares(zero, part, at, keep, BM * N, SPLIT, TILES == 2)
+    if PAIRS:
+        acc, up = _halves(acc, ends, BN, BM)
     rstd = inverse_rms(parts, m, WIDTH, eps, NORM)
     close_rows(
         acc, up, m, n, keep, at, pid, M, N // BN, first_bias, second_bias, factor, rstd, before, out, h, scaled,
@@ -150,14 +170,15 @@ def launch_plain(
     inputs = TensorDescriptor(
         x, [k // 64, x.shape[0], 64], [64, k, 1], [sub, padded, 64], tile_layout([sub, padded, 64], kind)
     )
-    weights = TensorDescriptor(
-        weight, [k // 64, weight.shape[0], 64], [64, k, 1], [sub, t.rows, 64], tile_layout([sub, t.rows, 64], kind)
-    )
+    shape, strides, block = [k // 64, weight.shape[0], 64], [64, k, 1], [sub, t.rows, 64]
+    if const["MODE"] == GATED and t.rows == 32:  # eight rows of the one half and eight of the other
+        shape, strides, block = [k // 64, n // 8, 2, 8, 64], [64, 8 * k, n * k, k, 1], [sub, 4, 2, 8, 64]
+    weights = TensorDescriptor(weight, shape, strides, block, tile_layout(block, kind))
     _few_kernel[(n // t.rows, t.split)](
         inputs, weights, *ends, *parts, squares, tiles, eps, h, next_weight, scaled, squares_out, scale, rows,
         SQUARES=triton.next_power_of_2(max(tiles, 8)), BM=padded, SUB=sub, SPLIT=t.split, STAGES=t.stages, LATE=t.late,
-        X_LAYOUT=tile_layout([padded, 64], kind), W_LAYOUT=tile_layout([t.rows, 64], kind), num_warps=t.warps, **const,
-        **extra,
+        X_LAYOUT=tile_layout([padded, 64], kind), W_LAYOUT=tile_layout([max(t.rows, 64), 64], kind), num_warps=t.warps,
+        **const, **extra,
     )  # fmt: skip
 
 
@@ -179,7 +200,12 @@ def choose_plain_tiling(rows: int, weight: Tensor, mode: int) -> Tiling | None:
         split = max(1, min(4, processors() // tiles, inputs // (1024 if tiles >= 32 else 256)))
         if rows > 32 and split == 4 and inputs % (4 * depth):  # likewise
             return None
-    stage = (pair * 64 + max(16, triton.next_power_of_2(rows))) * depth * 2
+    padded = max(16, triton.next_power_of_2(rows))
+    each = -(-2 * tiles // processors())
+    if mode == GATED and each < 2 * -(-tiles // processors()):  # tiles half as large spread more evenly
+        room = MEMORY * 2 // 3 if each == 1 else MEMORY // min(each, 3)
+        return Tiling(False, 32, depth, 4, 1, max(2, (room - 1024) // ((64 + padded) * depth * 2)), whole=True)
+    stage = (pair * 64 + padded) * depth * 2
     alone = tiles * split <= processors()  # a program a processor
     room = MEMORY // (1 if alone else 2) - 1024
     stages = max(2, min(inputs // split // depth, room // stage))
