@@ -237,6 +237,14 @@ def test_a_gguf_file_does_not_go_beside_the_beginning_of_another_job(
     assert not list((tmp_path / "out").glob("*.gguf"))
 
 
+def test_the_copy_is_measured_also_where_its_folder_has_the_name_of_the_packaged_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    report = quantize(job(Path("demo"), "gptq", bits=2))
+    assert report.change > 0.1 and report.perplexity_after > report.perplexity_before
+
+
 def test_wrong_requests_say_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("")

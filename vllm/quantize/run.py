@@ -89,9 +89,9 @@ def quantize(job: Job) -> Report:
     if not isinstance(family, Family):
         raise ValueError("Only models of built-in families can be quantized.")
     if config.runner_type == "pooling":
-        raise ValueError(f"{config.path} is a model that pools. Only models that generate text can be quantized here.")
+        raise ValueError(f"{job.model} is a model that pools. Only models that generate text can be quantized here.")
     if stored_settings(config.hf, config.path)[0] is not None:
-        raise ValueError(f"{config.path} is quantized already. Start from the original weights.")
+        raise ValueError(f"{job.model} is quantized already. Start from the original weights.")
     layers: dict[str, list[str]] = with_model(llm, _linear_layers)
     sizes: dict[str, int] = with_model(llm, lambda model: {p: model.get_submodule(p).input_size for p in layers})
     if job.format in GGUF_FORMATS:
@@ -115,7 +115,7 @@ def quantize(job: Job) -> Report:
     report.bytes_before, report.bytes_after = writer.sizes()
     report.errors = {**writer.errors(), **report.errors}
     _write_config(job, target, config.path, plain)
-    report.compare(before, run_over(LLM(str(job.out)), held_out))
+    report.compare(before, run_over(LLM(str(job.out.resolve())), held_out))  # "demo" would be the one of this package
     (job.out / _STATE).unlink(missing_ok=True)
     return report
 
