@@ -303,3 +303,26 @@ def test_rotary_embeddings_that_gguf_cannot_hold_are_refused_first(
         return
     with pytest.raises(ValueError, match=f"GGUF file.*{message}"):
         metadata_for(config, "llama", "model")
+
+
+MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64}
+FULL, WINDOW = "full_attention", "sliding_attention"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, None),
+        (MISTRAL, None),
+        ({**MISTRAL, "layer_types": [WINDOW, FULL, WINDOW, FULL]}, "blocks.1.attn.window is None, .* read as 64"),
+        ({"hidden_act": "gelu"}, "blocks.0.ffn.act is 'gelu', and would be read as 'silu'"),
+    ],
+)
+def test_settings_that_gguf_cannot_hold_are_refused(changes: dict[str, Any], message: str | None) -> None:
+    folder = Path(__file__).parents[2] / "vllm" / "assets" / "demo"
+    config = HFConfig.from_dict({**json.loads((folder / "config.json").read_text()), **changes})
+    if message is None:
+        GgufJob("gguf-q8_0", config, folder, "model")
+        return
+    with pytest.raises(ValueError, match=f"GGUF file of model has no place for all of its settings: {message}"):
+        GgufJob("gguf-q8_0", config, folder, "model")
