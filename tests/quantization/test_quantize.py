@@ -237,6 +237,20 @@ def test_a_gguf_file_does_not_go_beside_the_beginning_of_another_job(
     assert not list((tmp_path / "out").glob("*.gguf"))
 
 
+def test_experts_stay_plain_and_a_warning_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plain_model(tmp_path / "plain", "mixtral")
+    source = Path(__file__).parents[2] / "vllm" / "assets" / "demo"
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "plain" / file).write_bytes((source / file).read_bytes())
+    logger = logging.getLogger("vllm")
+    logger.addHandler(caplog.handler)
+    try:
+        quantize(Job(str(tmp_path / "plain"), "w8a16", tmp_path / "out", tokens=1000))
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert re.search(r"Experts stay plain: \d+\.\d of \d+\.\d MiB", caplog.text)
+
+
 def test_the_copy_is_measured_also_where_its_folder_has_the_name_of_the_packaged_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
