@@ -266,6 +266,8 @@ def test_wrong_requests_say_what_to_do(tmp_path: Path, capsys: pytest.CaptureFix
     assert "is not empty" in capsys.readouterr().err
     assert run(["quantize", "demo", "--format", "gptq", "--group-size", "100", "--out", str(tmp_path / "a")]) == 1
     assert "Name a --group-size that divides 128." in capsys.readouterr().err
+    assert run(["quantize", "demo", "--format", "fp8", "--group-size", "64", "--out", str(tmp_path / "a")]) == 1
+    assert "does not go with this format, which has no groups." in capsys.readouterr().err
     (tmp_path / "bert").mkdir()
     save_bert(tmp_path / "bert")
     assert run(["quantize", str(tmp_path / "bert"), "--format", "fp8", "--out", str(tmp_path / "a")]) == 1
