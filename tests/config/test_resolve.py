@@ -564,6 +564,17 @@ def test_quantization_that_cannot_be(make: Any, settings: Any, wanted: str | Non
         make(model=document("llama", **changes), quantization=wanted)
 
 
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_qlora_adapter_does_nothing_to_a_quantized_checkpoint(
+    make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stored: bool
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "handlers", [caplog.handler])
+    changes = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}} if stored else {}
+    adapter = {"quantization": "bitsandbytes", "qlora_adapter_name_or_path": "demo-pirate"}
+    make(model=document("llama", **changes), **adapter)
+    assert ("changes nothing here: the model's weights are quantized already" in caplog.text) == stored
+
+
 def test_a_quantized_checkpoint_of_another_format_is_refused(make: Any) -> None:
     with pytest.raises(ValueError) as error:
         make(model=document("llama", quantization_config={"quant_method": "gptq"}), quantization="awq")

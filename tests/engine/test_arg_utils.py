@@ -377,7 +377,7 @@ def test_logging_of_requests_has_two_names() -> None:
 
 LATER: list[dict[str, Any]] = [
     {"logits_processor_pattern": ".*"},
-    {"quantization": "tpu_int8"},
+    {"quantization": "tpu_int8"}, {"quantization": "rtn"}, {"quantization": "Quark"}, {"quantization": "modelopt_fp4"},
     {"speculative_config": {"model": "x", "num_speculative_tokens": 2}}, {"speculative_model": "[ngram]"},
     {"spec_method": "ngram"},
     {"kv_transfer_config": {"kv_role": "kv_both"}}, {"kv_events_config": {"a": 1}},

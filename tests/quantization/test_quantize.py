@@ -237,6 +237,28 @@ def test_a_gguf_file_does_not_go_beside_the_beginning_of_another_job(
     assert not list((tmp_path / "out").glob("*.gguf"))
 
 
+def test_experts_stay_plain_and_a_warning_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plain_model(tmp_path / "plain", "mixtral")
+    source = Path(__file__).parents[2] / "vllm" / "assets" / "demo"
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "plain" / file).write_bytes((source / file).read_bytes())
+    logger = logging.getLogger("vllm")
+    logger.addHandler(caplog.handler)
+    try:
+        quantize(Job(str(tmp_path / "plain"), "w8a16", tmp_path / "out", tokens=1000))
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert re.search(r"Experts stay plain: \d+\.\d of \d+\.\d MiB", caplog.text)
+
+
+def test_the_copy_is_measured_also_where_its_folder_has_the_name_of_the_packaged_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    report = quantize(job(Path("demo"), "gptq", bits=2))
+    assert report.change > 0.1 and report.perplexity_after > report.perplexity_before
+
+
 def test_wrong_requests_say_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("")
@@ -244,6 +266,8 @@ def test_wrong_requests_say_what_to_do(tmp_path: Path, capsys: pytest.CaptureFix
     assert "is not empty" in capsys.readouterr().err
     assert run(["quantize", "demo", "--format", "gptq", "--group-size", "100", "--out", str(tmp_path / "a")]) == 1
     assert "Name a --group-size that divides 128." in capsys.readouterr().err
+    assert run(["quantize", "demo", "--format", "fp8", "--group-size", "64", "--out", str(tmp_path / "a")]) == 1
+    assert "does not go with this format, which has no groups." in capsys.readouterr().err
     (tmp_path / "bert").mkdir()
     save_bert(tmp_path / "bert")
     assert run(["quantize", str(tmp_path / "bert"), "--format", "fp8", "--out", str(tmp_path / "a")]) == 1
@@ -295,3 +319,26 @@ def test_rotary_embeddings_that_gguf_cannot_hold_are_refused_first(
         return
     with pytest.raises(ValueError, match=f"GGUF file.*{message}"):
         metadata_for(config, "llama", "model")
+
+
+MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64}
+FULL, WINDOW = "full_attention", "sliding_attention"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, None),
+        (MISTRAL, None),
+        ({**MISTRAL, "layer_types": [WINDOW, FULL, WINDOW, FULL]}, "blocks.1.attn.window is None, .* read as 64"),
+        ({"hidden_act": "gelu"}, "blocks.0.ffn.act is 'gelu', and would be read as 'silu'"),
+    ],
+)
+def test_settings_that_gguf_cannot_hold_are_refused(changes: dict[str, Any], message: str | None) -> None:
+    folder = Path(__file__).parents[2] / "vllm" / "assets" / "demo"
+    config = HFConfig.from_dict({**json.loads((folder / "config.json").read_text()), **changes})
+    if message is None:
+        GgufJob("gguf-q8_0", config, folder, "model")
+        return
+    with pytest.raises(ValueError, match=f"GGUF file of model has no place for all of its settings: {message}"):
+        GgufJob("gguf-q8_0", config, folder, "model")

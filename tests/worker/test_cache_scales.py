@@ -77,6 +77,18 @@ def test_scales_from_every_source(folder, tmp_path):
     assert torch.equal(plain, want)
 
 
+@pytest.mark.parametrize(
+    ("factors", "message"),
+    [({"0": 1.0}, r"no scaling factors for the layers \[1\]"), ({"0": 1.0, "1": 1.0, "2": 1.0}, "one of 2 layers")],
+)
+def test_scales_of_another_model_are_refused(folder, tmp_path, factors, message):
+    file = tmp_path / "scales.json"
+    cache = {"dtype": "float8_e4m3fn", "scaling_factor": {"0": factors}}
+    file.write_text(json.dumps({"model_type": "llama", "kv_cache": cache}))
+    with pytest.raises(ValueError, match=message):
+        run(folder, kv_cache_dtype="fp8", quantization_param_path=str(file))
+
+
 def test_names_of_scales_in_checkpoints(tmp_path):
     scales = CheckpointScales()
     for name, value in {

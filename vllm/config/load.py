@@ -34,6 +34,10 @@ def _loads_otherwise(*formats: str) -> Callable[[Any], str]:
     return idle
 
 
+def _is_quantized(config: Any) -> str:
+    return "" if config.model_config.quantized.in_flight else "the model's weights are quantized already"
+
+
 @dataclass(frozen=True)
 class LoadConfig:
     """Where weights come from, and in which format."""
@@ -72,4 +76,5 @@ class LoadConfig:
         None,
         Text(optional=True),
         "Name or path of a QLoRA adapter: of plain weights only the modules that it adapts become quantized.",
+        idle=_is_quantized,
     )

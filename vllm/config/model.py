@@ -223,6 +223,7 @@ class ModelConfig(metaclass=_Resolving):
         Choice(optional=True, values=QUANTIZATIONS, error=_unknown_quantization, any_case=True),
         "How the weights are quantized. Default: what config.json says.",
         flags=("-q",),
+        later={name: f"Quantization with '{name}'" for name in ("modelopt_fp4", "quark", "rtn")},
     )
     enforce_eager: bool = setting(False, Flag(optional=True), "Never use CUDA graphs.", idle=_NO_GRAPHS)
     max_seq_len_to_capture: int = setting(

@@ -173,7 +173,7 @@ def fitted(
         target = replace(target, bits=bits)
     if target.group == -1:
         if group is not None:
-            raise ValueError("--group-size does not go with this format, which has one scale for each output.")
+            raise ValueError("--group-size does not go with this format, which has no groups.")
         return target
     wanted = [group] if group is not None else [128, 64, 32]
     for size in wanted:

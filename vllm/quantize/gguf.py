@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from vllm.config.hf import HFConfig
-from vllm.gguf.config import Architecture
+from vllm.gguf.config import Architecture, config_of
+from vllm.gguf.container import GgufFile, GgufTensor
 from vllm.model_executor.layers.quantization.gguf_blocks import read_blocks
 from vllm.model_executor.model_loader.checkpoint import find_checkpoint
+from vllm.model_executor.models.family import Family
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.model_executor.models.spec import Decoder
 from vllm.quantize.gguf_file import (
     Entry,
     architecture_for,
@@ -56,6 +63,17 @@ class GgufJob:
                 raise ValueError(f"GGUF files of this architecture have no place for {theirs}, so none can be written.")
             self.size += tensor.numel() * tensor.element_size()
             self.weights[theirs] = tensor
+        self._check_settings(Path(f"A GGUF file of {title}"))
+
+    def _check_settings(self, file: Path) -> None:
+        """Raise ValueError if what will be written is another model to a reader."""
+        entries = (self._entry(name, tensor) for name, tensor in self.weights.items())
+        tensors = tuple(GgufTensor(e.name, e.kind, e.shape, 0, e.num_bytes, file) for e in entries)
+        found = HFConfig.from_dict(config_of(GgufFile(file, self._metadata, tensors)), file)
+        ours, theirs = (_decoder(hf) for hf in (self._hf, found))
+        lost = next(_differences(ours, theirs), None)
+        if lost is not None:
+            raise ValueError(f"{file} has no place for all of its settings: {lost}. So none can be written.")
 
     def _kind(self, name: str, tensor: Tensor) -> str:
         if tensor.dim() != 2:
@@ -90,6 +108,28 @@ class GgufJob:
             return values.half() if kind == "f16" else encode(kind, values)
 
         return Entry(str(self._rename(name)), kind, tuple(tensor.shape), data)
+
+
+def _decoder(hf: HFConfig) -> Decoder:
+    family = ModelRegistry.resolve(hf.architectures)
+    assert isinstance(family, Family)
+    return family.decoder_of(hf)
+
+
+def _differences(ours: Any, theirs: Any, name: str = "") -> Iterator[str]:
+    """In what two specs differ, but for the scaling of rotary embeddings, which `metadata_for` has checked."""
+    if is_dataclass(ours) and type(ours) is type(theirs):
+        for field in fields(ours):
+            if field.name != "scaling":
+                inner = f"{name}.{field.name}".lstrip(".")
+                yield from _differences(getattr(ours, field.name), getattr(theirs, field.name), inner)
+    elif isinstance(ours, tuple) and isinstance(theirs, tuple) and len(ours) == len(theirs):
+        for number, pair in enumerate(zip(ours, theirs, strict=True)):
+            yield from _differences(*pair, f"{name}.{number}")
+    elif isinstance(ours, float) and isinstance(theirs, float) and math.isclose(ours, theirs, rel_tol=1e-6):
+        return  # a file's numbers are of 32 bits
+    elif ours != theirs:
+        yield f"{name} is {ours!r}, and would be read as {theirs!r}"
 
 
 def _as_stored(name: str, values: Tensor, arch: Architecture, hf: HFConfig) -> Tensor:

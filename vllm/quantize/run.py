@@ -17,6 +17,7 @@ from tqdm import tqdm
 from vllm.config.model_source import copy_small_files
 from vllm.config.quantization import stored_settings
 from vllm.entrypoints.llm import LLM
+from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.method import containers_of
 from vllm.model_executor.model_loader.checkpoint import find_checkpoint
@@ -29,6 +30,8 @@ from vllm.quantize.formats import TARGETS, Target, fitted
 from vllm.quantize.gguf import FORMATS as GGUF_FORMATS
 from vllm.quantize.gguf import GgufJob
 from vllm.quantize.rounding import Inputs, awq_scales, output_error
+
+logger = init_logger(__name__)
 
 _STATE = ".quantize.json"
 _GRAM_BYTES = 2 << 30  # sums of inputs that are kept at once
@@ -89,9 +92,9 @@ def quantize(job: Job) -> Report:
     if not isinstance(family, Family):
         raise ValueError("Only models of built-in families can be quantized.")
     if config.runner_type == "pooling":
-        raise ValueError(f"{config.path} is a model that pools. Only models that generate text can be quantized here.")
+        raise ValueError(f"{job.model} is a model that pools. Only models that generate text can be quantized here.")
     if stored_settings(config.hf, config.path)[0] is not None:
-        raise ValueError(f"{config.path} is quantized already. Start from the original weights.")
+        raise ValueError(f"{job.model} is quantized already. Start from the original weights.")
     layers: dict[str, list[str]] = with_model(llm, _linear_layers)
     sizes: dict[str, int] = with_model(llm, lambda model: {p: model.get_submodule(p).input_size for p in layers})
     if job.format in GGUF_FORMATS:
@@ -102,6 +105,8 @@ def quantize(job: Job) -> Report:
     before = run_over(llm, held_out)
     report = Report()
     writer = _Writer(job.out, config.path, family, layers)
+    if writer.experts:
+        logger.warning("Experts stay plain: %.1f of %.1f MiB.", writer.experts / 2**20, writer.sizes()[0] / 2**20)
     spec = family.decoder_of(config.hf)
     for paths in tqdm(list(_chunks(sizes)), desc="quantizing", unit="part"):
         if all(writer.is_done(block) for block in {_block_of(path) for path in paths}):
@@ -115,7 +120,7 @@ def quantize(job: Job) -> Report:
     report.bytes_before, report.bytes_after = writer.sizes()
     report.errors = {**writer.errors(), **report.errors}
     _write_config(job, target, config.path, plain)
-    report.compare(before, run_over(LLM(str(job.out)), held_out))
+    report.compare(before, run_over(LLM(str(job.out.resolve())), held_out))  # "demo" would be the one of this package
     (job.out / _STATE).unlink(missing_ok=True)
     return report
 
@@ -199,7 +204,7 @@ class _Writer:
         self._rest: dict[str, Tensor] = {}
         self._by_canonical: dict[str, str] = {}
         owner = {container: path for path, parts in layers.items() for container in {path, *parts}}
-        self._before = 0
+        self._before = self.experts = 0  # bytes of all tensors, of those of experts
         for name, tensor, _ in find_checkpoint(source, "auto").tensors():
             self._before += tensor.numel() * tensor.element_size()
             found = family.resolve(name)
@@ -212,6 +217,7 @@ class _Writer:
             else:
                 self._rest[name] = tensor
                 if found is not None:
+                    self.experts += tensor.numel() * tensor.element_size() * (".experts." in found[0])
                     self._by_canonical[found[0]] = name
         out.mkdir(parents=True, exist_ok=True)
 

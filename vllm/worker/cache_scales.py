@@ -51,6 +51,12 @@ def use_cache_scales(model: Model, config: VllmConfig, context: DeviceContext, t
         absent = sorted(set(layers) - set(given))
         if absent:
             raise ValueError(f"quantization_param_path: {path} has no scaling factors for the layers {absent}.")
+        count = len(model.traits.kv)
+        if max(given, default=0) >= count:
+            raise ValueError(
+                f"quantization_param_path: {path} has scaling factors for layer {max(given)}: it is for another model "
+                f"than this one of {count} layers."
+            )
     elif cache.calculate_kv_scales:
         given, source = computed_scales(model, config, context), "made-up prompts"
     else:
