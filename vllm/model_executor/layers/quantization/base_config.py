@@ -9,7 +9,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import regex  # its matches, unlike those of `re`, can be given a limit of time
@@ -131,6 +131,29 @@ def take(tensors: Tensors, leaf: str, shape: tuple[int, ...], *dtypes: torch.dty
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{leaf!r} has the shape {list(tensor.shape)}, expected {list(shape)}")
     return tensor
+
+
+def by_index(weight: GroupedWeight, tensors: Tensors, leaf: str, *, needed: bool) -> GroupedWeight:
+    """A weight as its file has it, with the groups that the tensor `leaf` names for its inputs.
+
+    needed: the settings say that groups are not of neighbours, so that the tensor must be there.
+    """
+    groups, k = weight.scales.shape[1], weight.shape[1]
+    if groups == 1 or not (needed or leaf in tensors):
+        return weight
+    index = take(tensors, leaf, (k,), torch.int32, torch.int64).long()
+    if int(index.min()) < 0 or int(index.max()) >= groups:
+        raise ValueError(f"{leaf!r} names groups from {int(index.min())} to {int(index.max())} of {groups}")
+    neighbours = torch.arange(k) // weight.group
+    if torch.equal(index, neighbours):
+        return weight
+    order = index.argsort(stable=True)
+    weight, index = replace(weight, codes=weight.codes[:, order].contiguous(), order=order), index[order]
+    if torch.equal(index, neighbours):
+        return weight
+    # groups of unequal sizes
+    offsets = None if weight.offsets is None else weight.offsets[:, index]
+    return replace(weight, scales=weight.scales[:, index], offsets=offsets, group=1)
 
 
 _MISSING = object()
