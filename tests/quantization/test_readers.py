@@ -17,7 +17,7 @@ from transformers import TorchAoConfig
 from tests.quantization import writers
 from tests.quantization.test_formats import FP8, GPTQ, INT8, SPARSE_24, aqlm, compressed
 from vllm.config.quantization import Quantization, method_of
-from vllm.model_executor.layers.quantization import format_of
+from vllm.model_executor.layers.quantization import base_config, format_of
 from vllm.model_executor.layers.quantization.base_config import Format
 from vllm.ops.quantized_weights import GroupedWeight
 
@@ -45,6 +45,9 @@ def read(settings: dict[str, Any], tensors: dict[str, Tensor], n: int, k: int) -
 RULES = {"default": TORCHAO["quant_type"]["default"]}
 
 
+MODEL_OPT = {"quant_method": "modelopt", "quantization": {"quant_algo": "FP8", "exclude_modules": ["*.lm_head"]}}
+
+
 def with_pattern(kind: str, pattern: str) -> dict[str, Any]:
     if kind == "gptq":
         return {**GPTQ, "dynamic": {pattern: {}}}
@@ -67,6 +70,16 @@ def test_patterns_that_take_forever_are_given_up(kind: str) -> None:
     with pytest.raises(ValueError, match="which takes too long for 'model"):
         format_with(with_pattern(kind, "(?:.{0,40}){0,40}[!?]")).reader([NAME])
     assert time.monotonic() - start < 20
+
+
+@pytest.mark.parametrize("kind", ["gptq", "torchao", "compressed-tensors", "modelopt"])
+def test_patterns_have_a_limit_of_time_together(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base_config, "_ALL_SECONDS", 0.1)
+    pattern = "(?:.{0,8}){0,8}[!?]"  # a fraction of a second for a name
+    found = format_with(MODEL_OPT if kind == "modelopt" else with_pattern(kind, pattern))
+    with pytest.raises(ValueError, match="The patterns of the quantization config take too long"):
+        for i in range(100_000):
+            found.reader([f"model.layers.{i}.self_attn.q_proj"])
 
 
 def test_lists_of_names_have_a_limit() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from vllm.model_executor.layers.quantization.base_config import (
     Format,
-    Pattern,
+    Patterns,
     Reader,
     Tensors,
     by_index,
@@ -325,10 +325,11 @@ class CompressedTensors(Format):
                 readers.update(dict.fromkeys(names_of(group, "targets"), reader))
         self._linear = readers.pop(_LINEAR, None)
         # names decide before patterns, and these in their order, before the class
-        self._patterns = [(Pattern(t[3:]), r) for t, r in sorted(readers.items()) if t.startswith("re:")]
+        patterns = Patterns()
+        self._patterns = [(patterns.of(t[3:]), r) for t, r in sorted(readers.items()) if t.startswith("re:")]
         self._named = {target: reader for target, reader in readers.items() if not target.startswith("re:")}
         ignored = names_of(settings, "ignore")
-        self._plain, self._plain_patterns = set(ignored), [Pattern(t[3:]) for t in ignored if t.startswith("re:")]
+        self._plain, self._plain_patterns = set(ignored), [patterns.of(t[3:]) for t in ignored if t.startswith("re:")]
 
     def reader(self, names: Sequence[str]) -> Reader | None:
         found = self._dense_reader(names, self._linear)

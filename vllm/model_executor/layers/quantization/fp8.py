@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vllm.model_executor.layers.quantization.base_config import (
     Format,
+    Patterns,
     Reader,
     Tensors,
     is_plain,
@@ -154,12 +155,11 @@ class ModelOptFp8(Format):
         algorithm = setting(fields, "quant_algo", str)
         if algorithm.upper() != "FP8":
             raise ValueError(f"ModelOpt checkpoints of quant_algo {algorithm!r} are not supported, expected 'FP8'.")
-        self._plain = (*names_of(fields, "exclude_modules"), *names_of(fields, "ignore"))
+        patterns, plain = Patterns(), (*names_of(fields, "exclude_modules"), *names_of(fields, "ignore"))
+        self._plain = [patterns.glob(text) for text in plain]
 
     def reader(self, names: Sequence[str]) -> Reader | None:
-        from fnmatch import fnmatchcase
-
-        if any(fnmatchcase(name, pattern) for pattern in self._plain for name in names):
+        if any(pattern.matches(name, whole=True) for pattern in self._plain for name in names):
             return None
         return ModelOptReader(reads_plain=False)
 

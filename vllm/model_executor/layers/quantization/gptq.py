@@ -17,6 +17,7 @@ from torch import Tensor
 from vllm.model_executor.layers.quantization.base_config import (
     Format,
     Pattern,
+    Patterns,
     Reader,
     Tensors,
     by_index,
@@ -113,11 +114,11 @@ class Gptq(Format):
 
 def _rules(dynamic: Any) -> list[tuple[bool, Pattern, dict[str, Any]]]:
     """(leave plain, what names it is about, other settings), the first that matches decides."""
-    rules = []
+    rules, patterns = [], Patterns()
     if not isinstance(dynamic, dict) or len(dynamic) > 10_000:
         raise ValueError("The quantization config's `dynamic` must be an object of patterns.")
     for pattern, changes in dynamic.items():
         plain = pattern.startswith("-:")
-        compiled = Pattern(pattern.removeprefix("-:").removeprefix("+:"))
+        compiled = patterns.of(pattern.removeprefix("-:").removeprefix("+:"))
         rules.append((plain, compiled, changes if isinstance(changes, dict) else {}))
     return rules
