@@ -152,6 +152,13 @@ def test_groups_in_an_order_that_is_missing() -> None:
         read(compressed("pack-quantized", args), packed, 8, 64)
 
 
+@pytest.mark.parametrize("said", [{}, {"group_size": -1}])
+def test_groups_of_qqq_of_which_its_settings_do_not_speak(said: dict[str, int]) -> None:
+    tensors, _ = writers.qqq(torch.randn(64, 128), group=64)
+    with pytest.raises(ValueError, match="'s_group' has the shape .*, expected none for one group"):
+        read({"quant_method": "qqq", "wbits": 4, **said}, tensors, 64, 128)
+
+
 def test_plain_weights_with_a_scale_are_refused() -> None:
     with pytest.raises(ValueError, match="plain numbers, with which 'weight_scale_inv' does not go"):
         read(FP8, {"weight": torch.ones(8, 16), "weight_scale_inv": torch.tensor(2.0)}, 8, 16)
