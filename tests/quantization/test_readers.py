@@ -267,6 +267,11 @@ def test_zero_points_of_compressed_tensors_count_whatever_its_settings_say() -> 
         "weight_zero_point": words(zeros.numpy().T.astype(np.int64) + 128).t().contiguous(),
     }  # fmt: skip
     torch.testing.assert_close(read(compressed("pack-quantized", INT8), packed, 8, 64), expected)
+    packed["weight_zero_point"] = zeros
+    torch.testing.assert_close(read(compressed("pack-quantized", INT8), packed, 8, 64), expected)
+    packed |= {"weight_zero_point": zeros[:1], "weight_scale": scales[:1]}
+    found = read(compressed("pack-quantized", {**INT8, "strategy": "tensor"}), packed, 8, 64)
+    torch.testing.assert_close(found, (codes.float() - zeros[0]) * scales[0])
 
 
 def test_the_most_exact_target_of_compressed_tensors_decides() -> None:

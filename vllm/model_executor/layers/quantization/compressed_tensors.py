@@ -124,9 +124,11 @@ class PackedIntegers(Reader):
         group = args.inputs_per_scale(k)
         scales = args.spread(tensors, "weight_scale", n, k, *FLOATS)
         offsets, zero = None, 2 ** (args.bits - 1)
-        packed = "weight_zero_point" in tensors and tensors["weight_zero_point"].dtype == torch.int32
-        if not args.symmetric or packed:  # whatever the settings say, zero points are packed where they count
-            if args.per_tensor or args.block is not None:  # only the others are packed
+        given = tensors.get("weight_zero_point")
+        signed = args.per_tensor or args.block is not None or (given is not None and given.dtype == torch.int8)
+        # whatever the settings say, zero points count; those of symmetric codes may be there as zeros
+        if not args.symmetric or (given is not None and (not signed or bool(given.any()))):
+            if signed:  # only the others are packed
                 zeros = args.spread(tensors, "weight_zero_point", n, k, torch.int8) + zero
             else:
                 shape = (self._words(n, apart), -(-k // group))
