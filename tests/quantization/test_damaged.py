@@ -20,8 +20,10 @@ from tests.quantization import writers
 from tests.quantization.harness import PROMPT, is_projection, plain_model, quantize_folder
 from tests.quantization.test_formats import AWQ, FP8, GPTQ, INT8, QQQ, SPARSE_24, compressed
 from tests.quantization.test_gguf import add_demo_tokenizer, mixed, write
-from vllm.gguf.container import read_gguf
+from vllm.gguf.config import config_of
+from vllm.gguf.container import GgufFile, GgufTensor, read_gguf
 from vllm.gguf.folder import folder_of
+from vllm.gguf.tokenizer import tokenizer_files
 from vllm.model_executor.model_loader import load_model
 from vllm.ops.cpu import library
 from vllm.ops.cpu.native import NativeKernels
@@ -183,6 +185,36 @@ def test_lies_in_a_header_are_named(change: Any, message: str, gguf_bytes: bytes
     file.write_bytes(change(gguf_bytes))
     with pytest.raises(ValueError, match=message):
         read_gguf(file)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention.key_length": 0, "rope.dimension_count": 8}, "4 attention heads of 0"),
+        ({"block_count": np.full(2, np.inf, np.float32)}, "expected an integer"),
+        ({"block_count": np.full(2, 1.5, np.float32)}, "expected an integer"),
+        ({"block_count": np.ones(2, bool)}, "expected an integer"),
+    ],
+)
+def test_settings_that_are_no_sizes_are_refused(changes: dict[str, Any], message: str) -> None:
+    sizes = {"attention.head_count": 4, "embedding_length": 64, "block_count": 2, "feed_forward_length": 128}
+    settings = {**sizes, "context_length": 64, **changes}
+    file = Path("x.gguf")
+    metadata = {"general.architecture": "llama", **{f"llama.{name}": value for name, value in settings.items()}}
+    embedding = GgufTensor("token_embd.weight", "f32", (100, 64), 0, 100 * 64 * 4, file)
+    with pytest.raises(ValueError, match=message):
+        config_of(GgufFile(file, metadata, (embedding,)))
+
+
+def test_a_vocabulary_of_all_pieces_of_a_text_takes_little_memory() -> None:
+    """The pieces of a text of 250 letters take 8 MB, and are made of each other in 2.6 million ways."""
+    text = "".join(chr(0x4E00 + i) for i in range(250))
+    tokens = [text[i:j] for i in range(len(text)) for j in range(i + 1, len(text) + 1)]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    metadata = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens}
+    with pytest.raises(ValueError, match="too many pieces of pieces"):
+        tokenizer_files(GgufFile(Path("x.gguf"), metadata, ()))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MOST_KIB
 
 
 FORMATS: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -17,7 +17,7 @@ from transformers import TorchAoConfig
 from tests.quantization import writers
 from tests.quantization.test_formats import FP8, GPTQ, INT8, SPARSE_24, aqlm, compressed
 from vllm.config.quantization import Quantization, method_of
-from vllm.model_executor.layers.quantization import format_of
+from vllm.model_executor.layers.quantization import base_config, format_of
 from vllm.model_executor.layers.quantization.base_config import Format
 from vllm.ops.quantized_weights import GroupedWeight
 
@@ -45,6 +45,9 @@ def read(settings: dict[str, Any], tensors: dict[str, Tensor], n: int, k: int) -
 RULES = {"default": TORCHAO["quant_type"]["default"]}
 
 
+MODEL_OPT = {"quant_method": "modelopt", "quantization": {"quant_algo": "FP8", "exclude_modules": ["*.lm_head"]}}
+
+
 def with_pattern(kind: str, pattern: str) -> dict[str, Any]:
     if kind == "gptq":
         return {**GPTQ, "dynamic": {pattern: {}}}
@@ -69,6 +72,16 @@ def test_patterns_that_take_forever_are_given_up(kind: str) -> None:
     assert time.monotonic() - start < 20
 
 
+@pytest.mark.parametrize("kind", ["gptq", "torchao", "compressed-tensors", "modelopt"])
+def test_patterns_have_a_limit_of_time_together(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base_config, "_ALL_SECONDS", 0.1)
+    pattern = "(?:.{0,8}){0,8}[!?]"  # a fraction of a second for a name
+    found = format_with(MODEL_OPT if kind == "modelopt" else with_pattern(kind, pattern))
+    with pytest.raises(ValueError, match="The patterns of the quantization config take too long"):
+        for i in range(100_000):
+            found.reader([f"model.layers.{i}.self_attn.q_proj"])
+
+
 def test_lists_of_names_have_a_limit() -> None:
     with pytest.raises(ValueError, match="`ignored_layers` must be a list of at most"):
         format_with({**FP8, "ignored_layers": ["x"] * 200_000})
@@ -82,6 +95,73 @@ def test_zero_points_of_gptq_count_whatever_its_settings_say(said: dict[str, boo
     tensors, numbers = writers.gptq(torch.randn(64, 128) + 0.5, symmetric=False)
     settings = {name: value for name, value in GPTQ.items() if name != "sym"}
     torch.testing.assert_close(read({**settings, **said}, tensors, 64, 128), numbers)
+
+
+def test_equal_zero_points_of_gptq_that_does_not_say_whether_it_is_symmetric() -> None:
+    tensors, _ = writers.gptq(torch.randn(64, 128))
+    tensors["qzeros"] = torch.from_numpy(writers.words(np.full((4, 64), 2), 4))
+    settings = {name: value for name, value in GPTQ.items() if name != "sym"}
+    found = read({**settings, "sym": False}, tensors, 64, 128)
+    assert torch.equal(read(settings, tensors, 64, 128), found)
+    assert not torch.equal(read({**settings, "sym": True}, tensors, 64, 128), found)
+
+
+@pytest.mark.parametrize("bits", [3, 5, 6, 7])
+@pytest.mark.parametrize("apart", [False, True])
+def test_zero_points_of_compressed_tensors_are_packed_as_its_codes(bits: int, apart: bool) -> None:
+    """apart: as up to 0.10, words hold whole codes only. Zero points of 8 outputs take as many words either way."""
+    n, k = 8, 64
+    codes, zeros = np.random.default_rng(0).integers(0, 2**bits, (n, k)), np.arange(n)[:, None] % 2**bits
+
+    def packed(values: np.ndarray) -> Tensor:
+        per = 32 // bits
+        if not apart:
+            return torch.from_numpy(writers.words(np.pad(values, ((0, 0), (0, -values.shape[1] % 32))), bits))
+        whole = np.pad(values, ((0, 0), (0, -values.shape[1] % per))).reshape(len(values), -1, per)
+        return torch.from_numpy((whole << bits * np.arange(per)).sum(-1).astype(np.uint32).view(np.int32))
+
+    used = -(-n // (32 // bits)) if apart else -(-n * bits // 32)
+    tensors = {
+        "weight_packed": packed(codes), "weight_scale": torch.ones(n, 1),
+        "weight_zero_point": packed(zeros.T)[:, :used].t().contiguous(),
+    }  # fmt: skip
+    settings = compressed("pack-quantized", {**INT8, "num_bits": bits, "symmetric": False})
+    assert torch.equal(read(settings, tensors, n, k), torch.from_numpy(codes - zeros).float())
+
+
+@pytest.mark.parametrize("kind", ["int", "float"])
+def test_groups_by_index_of_weights_that_are_not_packed(kind: str) -> None:
+    index, scales = torch.randperm(64).int() % 4, torch.rand(8, 4)
+    codes = torch.randint(-8, 8, (8, 64)).to(torch.int8 if kind == "int" else torch.float8_e4m3fn)
+    args = {**INT8, "type": kind, "strategy": "group", "group_size": 16, "actorder": "group"}
+    tensors = {"weight": codes, "weight_scale": scales, "weight_g_idx": index}
+    found = read(compressed(f"{kind}-quantized", args), tensors, 8, 64)
+    assert torch.equal(found, codes.float() * scales[:, index.long()])
+
+
+def test_groups_in_an_order_that_is_missing() -> None:
+    tensors, _ = writers.gptq(torch.randn(64, 128), act_order=True)
+    del tensors["g_idx"]
+    with pytest.raises(ValueError, match="'g_idx' is missing"):
+        read({**GPTQ, "desc_act": True}, tensors, 64, 128)
+    with pytest.raises(ValueError, match="'g_idx' is missing"):
+        read({**GPTQ, "dynamic": {".*": {"desc_act": True}}}, tensors, 64, 128)
+    packed = {"weight_packed": torch.zeros(8, 16, dtype=torch.int32), "weight_scale": torch.ones(8, 4)}
+    args = {**INT8, "strategy": "group", "group_size": 16, "actorder": "group"}
+    with pytest.raises(ValueError, match="'weight_g_idx' is missing"):
+        read(compressed("pack-quantized", args), packed, 8, 64)
+
+
+@pytest.mark.parametrize("said", [{}, {"group_size": -1}])
+def test_groups_of_qqq_of_which_its_settings_do_not_speak(said: dict[str, int]) -> None:
+    tensors, _ = writers.qqq(torch.randn(64, 128), group=64)
+    with pytest.raises(ValueError, match="'s_group' has the shape .*, expected none for one group"):
+        read({"quant_method": "qqq", "wbits": 4, **said}, tensors, 64, 128)
+
+
+def test_plain_weights_with_a_scale_are_refused() -> None:
+    with pytest.raises(ValueError, match="plain numbers, with which 'weight_scale_inv' does not go"):
+        read(FP8, {"weight": torch.ones(8, 16), "weight_scale_inv": torch.tensor(2.0)}, 8, 16)
 
 
 def test_int8_of_bitsandbytes_in_an_order_for_older_gpus_is_refused() -> None:
@@ -187,6 +267,11 @@ def test_zero_points_of_compressed_tensors_count_whatever_its_settings_say() -> 
         "weight_zero_point": words(zeros.numpy().T.astype(np.int64) + 128).t().contiguous(),
     }  # fmt: skip
     torch.testing.assert_close(read(compressed("pack-quantized", INT8), packed, 8, 64), expected)
+    packed["weight_zero_point"] = zeros
+    torch.testing.assert_close(read(compressed("pack-quantized", INT8), packed, 8, 64), expected)
+    packed |= {"weight_zero_point": zeros[:1], "weight_scale": scales[:1]}
+    found = read(compressed("pack-quantized", {**INT8, "strategy": "tensor"}), packed, 8, 64)
+    torch.testing.assert_close(found, (codes.float() - zeros[0]) * scales[0])
 
 
 def test_the_most_exact_target_of_compressed_tensors_decides() -> None:

@@ -104,6 +104,15 @@ def test_names_of_scales_in_checkpoints(tmp_path):
     assert scales.layers() == {0: (2.0, 2.0), 1: (3.0, 4.0), 2: (7.0, 7.0)}
 
 
+@pytest.mark.parametrize("names", [("kv_scale", "k_scale"), ("k_scale", "kv_scale")])
+def test_a_scale_of_keys_comes_before_one_of_both(tmp_path, names):
+    scales = CheckpointScales()
+    for name in names:
+        value = 3.0 if name == "k_scale" else 2.0
+        assert scales.take(f"model.layers.0.self_attn.{name}", torch.tensor(value), tmp_path)
+    assert scales.layers() == {0: (3.0, 2.0)}
+
+
 @pytest.mark.parametrize(
     "value",
     [

@@ -121,7 +121,7 @@ class Settings:
         """The setting `{architecture}.{key}`, or the only value of an array of equal ones."""
         name = f"{self.architecture}.{key}"
         value = self.all.get(name)
-        if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
+        if isinstance(value, np.ndarray) and value.size and value.dtype.kind in "iu" and (value == value[0]).all():
             return int(value[0])
         if value is None and default is not None:
             return default
@@ -158,9 +158,9 @@ def config_of(gguf: GgufFile) -> dict[str, Any]:
         raise ValueError(f"{gguf.file} has no tensor 'token_embd.weight' with two dimensions. Is a file missing?")
     heads = settings.integer("attention.head_count")
     hidden = settings.integer("embedding_length")
-    if heads < 1 or hidden < 1:
-        raise ValueError(f"{gguf.file} says {heads} attention heads and a width of {hidden}.")
-    head_dim = settings.integer("attention.key_length", hidden // heads)
+    head_dim = settings.integer("attention.key_length", hidden // max(1, heads))
+    if heads < 1 or hidden < 1 or head_dim < 1:
+        raise ValueError(f"{gguf.file} says {heads} attention heads of {head_dim} and a width of {hidden}.")
     rms = settings.has("attention.layer_norm_rms_epsilon")
     config: dict[str, Any] = {
         "architectures": [arch.name],

@@ -23,6 +23,7 @@ class Kind(IntEnum):
 
 
 _SPACE = "\u2581"
+_MERGE_ROOM = 1 << 25  # letters, and 16 for each, that merges of pieces may have: twice those of 256,000 tokens
 
 _LETTERS_DIGITS = r"[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
@@ -229,12 +230,19 @@ def _sentence_pieces(vocabulary: Vocabulary) -> dict[str, Any]:
     """A SentencePiece vocabulary as merges: any two pieces may join to a third, the one with the best score first."""
     ids, scores = _ids(vocabulary), vocabulary.scores()
     merges: list[tuple[float, int, str, str]] = []
+    room = _MERGE_ROOM
     for token, index in ids.items():
         if int(vocabulary.types[index]) not in (Kind.NORMAL, Kind.USER) or len(token) > 512:
             continue
         for i in range(1, len(token)):
             left, right = token[:i], token[i:]
             if left in ids and right in ids:
+                room -= len(token) + 16
+                if room < 0:  # pieces of a long text, and theirs: their number is cubic
+                    raise ValueError(
+                        f"{vocabulary.file}: its vocabulary has too many pieces of pieces. Name the original "
+                        "tokenizer: tokenizer=..."
+                    )
                 merges.append((-float(scores[index]), ids[left], left, right))
     merges.sort(key=lambda merge: (merge[0], merge[1]))
     prefix = vocabulary.get("add_space_prefix", bool, True)

@@ -43,8 +43,9 @@ class CheckpointScales:
         value = float(tensor) if tensor.numel() == 1 and not tensor.is_complex() else math.nan
         if not is_scale(value):
             raise ValueError(f"{file}: tensor {name!r} is no scale: expected one positive number.")
+        layer = self._found.setdefault(number, {})
         for one in whose:
-            self._found.setdefault(number, {})[one] = value
+            layer[one] = value if len(whose) == 1 else layer.get(one, value)  # its own before that of both
         return True
 
     def layers(self) -> dict[int, tuple[float, float]]:

@@ -5,11 +5,14 @@ The interface of layers, `LinearMethod`, is importable here under the path that 
 
 from __future__ import annotations
 
+import fnmatch
 import math
 import re
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import regex  # its matches, unlike those of `re`, can be given a limit of time
@@ -23,7 +26,7 @@ __all__ = ["Format", "LinearMethod", "Pattern", "QuantizationConfig", "Reader", 
 
 Tensors = Mapping[str, Tensor]
 
-_MATCH_SECONDS = 0.5
+_MATCH_SECONDS, _ALL_SECONDS = 0.5, 300.0  # of a match, and of all patterns of a config
 _MOST_PATTERN, _MOST_COPIES = 1 << 12, 1 << 16  # letters, and repetitions that are written out when it is compiled
 _MOST_NAMES = 1 << 17
 _PLAIN = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -133,6 +136,29 @@ def take(tensors: Tensors, leaf: str, shape: tuple[int, ...], *dtypes: torch.dty
     return tensor
 
 
+def by_index(weight: GroupedWeight, tensors: Tensors, leaf: str, *, needed: bool) -> GroupedWeight:
+    """A weight as its file has it, with the groups that the tensor `leaf` names for its inputs.
+
+    needed: the settings say that groups are not of neighbours, so that the tensor must be there.
+    """
+    groups, k = weight.scales.shape[1], weight.shape[1]
+    if groups == 1 or not (needed or leaf in tensors):
+        return weight
+    index = take(tensors, leaf, (k,), torch.int32, torch.int64).long()
+    if int(index.min()) < 0 or int(index.max()) >= groups:
+        raise ValueError(f"{leaf!r} names groups from {int(index.min())} to {int(index.max())} of {groups}")
+    neighbours = torch.arange(k) // weight.group
+    if torch.equal(index, neighbours):
+        return weight
+    order = index.argsort(stable=True)
+    weight, index = replace(weight, codes=weight.codes[:, order].contiguous(), order=order), index[order]
+    if torch.equal(index, neighbours):
+        return weight
+    # groups of unequal sizes
+    offsets = None if weight.offsets is None else weight.offsets[:, index]
+    return replace(weight, scales=weight.scales[:, index], offsets=offsets, group=1)
+
+
 _MISSING = object()
 
 
@@ -170,17 +196,46 @@ def names_of(settings: Mapping[str, Any], field: str) -> tuple[str, ...]:
     return tuple(value)
 
 
+class Patterns:
+    """What makes the patterns of one quantization config, which have a limit of time together."""
+
+    def __init__(self) -> None:
+        self._left = _ALL_SECONDS
+
+    def of(self, text: str) -> Pattern:
+        return Pattern(text, self)
+
+    def glob(self, text: str) -> Pattern:
+        """A pattern with * for any letters, of whole names."""
+        return Pattern(fnmatch.translate(text), self)
+
+    @contextmanager
+    def time(self) -> Iterator[None]:
+        """Count what happens inside."""
+        if self._left < 0:
+            raise ValueError("The patterns of the quantization config take too long.")
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self._left -= time.monotonic() - start
+
+
 class Pattern:
     """A regular expression that a quantization config has for names of modules."""
 
-    def __init__(self, text: str) -> None:
-        self.text = text
+    def __init__(self, text: str, patterns: Patterns) -> None:
+        self.text, self._patterns = text, patterns
+        with patterns.time():
+            self._compiled = self._compile(text)
+
+    def _compile(self, text: str) -> Any:
         try:
-            re.compile(text)  # of the library that matches, nothing else is wanted
             copies = math.prod(max(1, int(count)) for count in re.findall(r"[{,](\d{1,9})", text))
             if len(text) > _MOST_PATTERN or copies > _MOST_COPIES:
                 raise ValueError("it is too large")
-            self._compiled = regex.compile(text)
+            re.compile(text)  # of the library that matches, nothing else is wanted
+            return regex.compile(text)
         except (re.error, regex.error, RecursionError, OverflowError, ValueError) as error:
             raise ValueError(f"The quantization config has the pattern {text[:80]!r}: {error}.") from None
 
@@ -188,7 +243,8 @@ class Pattern:
         """Whether a name begins with what is described, or is it as a `whole`."""
         match = self._compiled.fullmatch if whole else self._compiled.match
         try:
-            return match(name, timeout=_MATCH_SECONDS) is not None
+            with self._patterns.time():
+                return match(name, timeout=_MATCH_SECONDS) is not None
         except (TimeoutError, MemoryError):
             raise ValueError(
                 f"The quantization config has the pattern {self.text[:80]!r}, which takes too long for {name[:80]!r}."

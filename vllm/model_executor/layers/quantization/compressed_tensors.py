@@ -20,9 +20,10 @@ from torch import Tensor
 
 from vllm.model_executor.layers.quantization.base_config import (
     Format,
-    Pattern,
+    Patterns,
     Reader,
     Tensors,
+    by_index,
     is_plain,
     names_of,
     plain_weight,
@@ -117,54 +118,44 @@ class PackedIntegers(Reader):
         args = self.args
         if "weight_shape" in tensors and tensors["weight_shape"].tolist() != [n, k]:
             raise ValueError(f"'weight_shape' says {tensors['weight_shape'].tolist()}, expected {[n, k]}")
-        codes = self._unpack(take(tensors, "weight_packed", _any(tensors, "weight_packed", n), torch.int32), k)
+        stored = tensors.get("weight_packed")
+        apart = stored is not None and stored.shape == (n, self._words(k, apart=True))
+        codes = self._unpack(take(tensors, "weight_packed", (n, self._words(k, apart)), torch.int32), k, apart)
         group = args.inputs_per_scale(k)
-        groups = -(-k // group)
         scales = args.spread(tensors, "weight_scale", n, k, *FLOATS)
         offsets, zero = None, 2 ** (args.bits - 1)
-        packed = "weight_zero_point" in tensors and tensors["weight_zero_point"].dtype == torch.int32
-        if not args.symmetric or packed:  # whatever the settings say, zero points are packed where they count
-            if args.per_tensor or args.block is not None:  # only the others are packed
+        given = tensors.get("weight_zero_point")
+        signed = args.per_tensor or args.block is not None or (given is not None and given.dtype == torch.int8)
+        # whatever the settings say, zero points count; those of symmetric codes may be there as zeros
+        if not args.symmetric or (given is not None and (not signed or bool(given.any()))):
+            if signed:  # only the others are packed
                 zeros = args.spread(tensors, "weight_zero_point", n, k, torch.int8) + zero
             else:
-                stored = take(tensors, "weight_zero_point", (-(-n * args.bits // WORD), groups), torch.int32)
-                zeros = self._unpack(stored.t(), n).t().float()
+                shape = (self._words(n, apart), -(-k // group))
+                zeros = self._unpack(take(tensors, "weight_zero_point", shape, torch.int32).t(), n, apart).t().float()
             offsets, zero = -zeros * scales, 0
-        order = None
-        if "weight_g_idx" in tensors and groups > 1:
-            index = take(tensors, "weight_g_idx", (k,), torch.int32, torch.int64).long()
-            if int(index.min()) < 0 or int(index.max()) >= groups:
-                raise ValueError(f"'weight_g_idx' names groups that are not among the {groups} there are")
-            if not torch.equal(index, torch.arange(k) // group):
-                order = index.argsort(stable=True)
-                codes = codes[:, order]
-                if not torch.equal(index[order], torch.arange(k) // group):
-                    scales, group = scales[:, index[order]], 1
-                    offsets = None if offsets is None else offsets[:, index[order]]
         codes, scales, bits = codes.contiguous(), scales.contiguous(), word_bits(args.bits)
-        return GroupedWeight(codes, scales, group, bits, zero, offsets, order=order, inputs=self.inputs)
+        weight = GroupedWeight(codes, scales, group, bits, zero, offsets, inputs=self.inputs)
+        return by_index(weight, tensors, "weight_g_idx", needed=args.by_group)
 
-    def _unpack(self, words: Tensor, count: int) -> Tensor:
-        """[rows, words] -> [rows, count]; older files of 3, 5, 6 or 7 bits leave the end of each word unused."""
+    def _words(self, count: int, apart: bool) -> int:
+        """How many hold `count` codes. apart: as in older files, where of 3, 5, 6 or 7 bits none is in two words."""
         bits = self.args.bits
-        if words.shape[1] == -(-count // (WORD // bits)):
-            shifts = torch.arange(0, WORD // bits * bits, bits, dtype=torch.int32)
-            codes = (words[..., None] >> shifts) & (2**bits - 1)
-            found: Tensor = codes.flatten(1)[:, :count].to(torch.uint8)
-            return found
-        if words.shape[1] == -(-count * bits // WORD):
+        return -(-count // (WORD // bits)) if apart else -(-count * bits // WORD)
+
+    def _unpack(self, words: Tensor, count: int, apart: bool) -> Tensor:
+        """[rows, words] -> [rows, count]."""
+        bits = self.args.bits
+        if not apart:
             return unpack(words.contiguous(), bits, 1)[:, :count]
-        raise ValueError(f"{words.shape[1]} words cannot hold {count} codes of {bits} bits")
+        shifts = torch.arange(0, WORD // bits * bits, bits, dtype=torch.int32)
+        codes = (words[..., None] >> shifts) & (2**bits - 1)
+        found: Tensor = codes.flatten(1)[:, :count].to(torch.uint8)
+        return found
 
     def example(self, weight: Tensor) -> GroupedWeight:
         group = self.args.inputs_per_scale(weight.shape[1])
         return round_to_groups(weight, word_bits(self.args.bits), group, symmetric=self.args.symmetric)
-
-
-def _any(tensors: Tensors, leaf: str, rows: int) -> tuple[int, ...]:
-    """The shape that a packed tensor of `rows` rows has, whatever its number of words."""
-    stored = tensors.get(leaf)
-    return (rows, stored.shape[1] if stored is not None and stored.dim() == 2 else 0)
 
 
 @dataclass(frozen=True)
@@ -179,10 +170,11 @@ class Integers(Reader):
         scales, zeros = self._spread(tensors, "weight_scale", n, k, *FLOATS), None
         if not self.args.symmetric or "weight_zero_point" in tensors:
             zeros = self._spread(tensors, "weight_zero_point", n, k, torch.int8, torch.int32)
-        return GroupedWeight(
+        weight = GroupedWeight(
             (codes.to(torch.int16) + 128).to(torch.uint8), scales.contiguous(), self.args.inputs_per_scale(k), 8, 128,
             None if zeros is None or not bool(zeros.any()) else -zeros * scales, inputs=_fixed(self.inputs, tensors),
         )  # fmt: skip
+        return by_index(weight, tensors, "weight_g_idx", needed=self.args.by_group)
 
     def _spread(self, tensors: Tensors, leaf: str, n: int, k: int, *dtypes: torch.dtype) -> Tensor:
         """As of WeightArgs; one number may stand for all, and one for each output may have no second dimension."""
@@ -211,7 +203,8 @@ class Floats(Reader):
             scales, group = _powers(tensors, n, k), _MX_GROUP
         else:
             scales, group = fp8_scales(tensors, n, k, block)
-        return GroupedWeight(codes, scales, group, 8, inputs=_fixed(self.inputs, tensors))
+        weight = GroupedWeight(codes, scales, group, 8, inputs=_fixed(self.inputs, tensors))
+        return by_index(weight, tensors, "weight_g_idx", needed=self.args.by_group)
 
     def example(self, weight: Tensor) -> GroupedWeight:
         return round_to_fp8(weight, "channel", self.inputs)
@@ -334,10 +327,11 @@ class CompressedTensors(Format):
                 readers.update(dict.fromkeys(names_of(group, "targets"), reader))
         self._linear = readers.pop(_LINEAR, None)
         # names decide before patterns, and these in their order, before the class
-        self._patterns = [(Pattern(t[3:]), r) for t, r in sorted(readers.items()) if t.startswith("re:")]
+        patterns = Patterns()
+        self._patterns = [(patterns.of(t[3:]), r) for t, r in sorted(readers.items()) if t.startswith("re:")]
         self._named = {target: reader for target, reader in readers.items() if not target.startswith("re:")}
         ignored = names_of(settings, "ignore")
-        self._plain, self._plain_patterns = set(ignored), [Pattern(t[3:]) for t in ignored if t.startswith("re:")]
+        self._plain, self._plain_patterns = set(ignored), [patterns.of(t[3:]) for t in ignored if t.startswith("re:")]
 
     def reader(self, names: Sequence[str]) -> Reader | None:
         found = self._dense_reader(names, self._linear)

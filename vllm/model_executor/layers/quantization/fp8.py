@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vllm.model_executor.layers.quantization.base_config import (
     Format,
+    Patterns,
     Reader,
     Tensors,
     is_plain,
@@ -26,6 +27,7 @@ from vllm.model_executor.layers.quantization.base_config import (
 from vllm.ops.quantized_weights import GroupedWeight, InputQuant, round_to_fp8
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_SCALES = ("weight_scale", "weight_scale_inv", "scale")
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,9 @@ class Fp8Reader(Reader):
 
     def read(self, tensors: Tensors, n: int, k: int) -> GroupedWeight | Tensor:
         if "weight" in tensors and is_plain({"weight": tensors["weight"]}):
+            scale = next((leaf for leaf in _SCALES if leaf in tensors), None)
+            if scale is not None:
+                raise ValueError(f"'weight' holds plain numbers, with which {scale!r} does not go")
             weight = plain_weight(tensors, n, k)
             return round_to_fp8(weight, self.weights_per, self.inputs) if self.reads_plain else weight
         codes = take(tensors, "weight", (n, k), torch.float8_e4m3fn)
@@ -67,7 +72,7 @@ def input_scale(tensors: Tensors, leaf: str) -> float:
 
 def fp8_scales(tensors: Tensors, n: int, k: int, block: tuple[int, int] | None) -> tuple[Tensor, int]:
     """(scales [n, groups] fp32, inputs of a group) from whichever tensor of scales is there."""
-    leaf = next((name for name in ("weight_scale", "weight_scale_inv", "scale") if name in tensors), "weight_scale")
+    leaf = next((name for name in _SCALES if name in tensors), "weight_scale")
     stored = tensors.get(leaf)
     if stored is not None and stored.numel() == 1 and block is None:
         return take(tensors, leaf, (), *FLOATS).float().expand(n, 1).contiguous(), k
@@ -150,12 +155,11 @@ class ModelOptFp8(Format):
         algorithm = setting(fields, "quant_algo", str)
         if algorithm.upper() != "FP8":
             raise ValueError(f"ModelOpt checkpoints of quant_algo {algorithm!r} are not supported, expected 'FP8'.")
-        self._plain = (*names_of(fields, "exclude_modules"), *names_of(fields, "ignore"))
+        patterns, plain = Patterns(), (*names_of(fields, "exclude_modules"), *names_of(fields, "ignore"))
+        self._plain = [patterns.glob(text) for text in plain]
 
     def reader(self, names: Sequence[str]) -> Reader | None:
-        from fnmatch import fnmatchcase
-
-        if any(fnmatchcase(name, pattern) for pattern in self._plain for name in names):
+        if any(pattern.matches(name, whole=True) for pattern in self._plain for name in names):
             return None
         return ModelOptReader(reads_plain=False)
 

@@ -17,8 +17,10 @@ from torch import Tensor
 from vllm.model_executor.layers.quantization.base_config import (
     Format,
     Pattern,
+    Patterns,
     Reader,
     Tensors,
+    by_index,
     group_size,
     setting,
     take,
@@ -33,12 +35,14 @@ BITS = (2, 3, 4, 8)
 
 @dataclass(frozen=True)
 class GptqReader(Reader):
-    """group: -1 for one of all inputs.   stored_zero: what is added to a stored zero point."""
+    """group: -1 for one of all inputs.   symmetric: None if the settings do not say.   added_to_zero: to a stored zero
+    point.   act_order: inputs' groups are in `g_idx`, whatever their places."""
 
     bits: int
     group: int
-    symmetric: bool
+    symmetric: bool | None
     added_to_zero: int
+    act_order: bool = False
 
     def read(self, tensors: Tensors, n: int, k: int) -> GroupedWeight:
         bits, size = self.bits, k if self.group == -1 else self.group
@@ -48,26 +52,19 @@ class GptqReader(Reader):
         codes = unpack(take(tensors, "qweight", (k * bits // 32, n), torch.int32), bits, 0).t()
         scales = take(tensors, "scales", (groups, n), torch.float16, torch.bfloat16, torch.float32).t().float()
         stored = take(tensors, "qzeros", (groups, n * bits // 32), torch.int32)
-        order, offsets, zero = None, None, 2 ** (bits - 1)
+        offsets, zero = None, 2 ** (bits - 1)
         zeros = unpack(stored, bits, 1).t().float()
         # where all are alike it need not matter which version the file says it is of
-        if not self.symmetric or not bool((zeros == zeros[0, 0]).all()):
+        alike = bool((zeros == zeros[0, 0]).all())
+        middle = alike and (self.symmetric is True or int(zeros[0, 0]) in (zero - 1, zero))
+        if self.symmetric is False or not middle:
             offsets, zero = -((zeros + self.added_to_zero) % 2**bits) * scales, 0
-        if "g_idx" in tensors and groups > 1:
-            index = take(tensors, "g_idx", (k,), torch.int32, torch.int64).long()
-            if int(index.min()) < 0 or int(index.max()) >= groups:
-                raise ValueError(f"'g_idx' names groups from {int(index.min())} to {int(index.max())} of {groups}")
-            if not torch.equal(index, torch.arange(k) // size):
-                order = index.argsort(stable=True)
-                if not torch.equal(index[order], torch.arange(k) // size):  # groups of unequal sizes
-                    scales, size = scales[:, index[order]], 1
-                    offsets = None if offsets is None else offsets[:, index[order]]
-                codes = codes[:, order]
-        scales = scales.contiguous()
-        return GroupedWeight(codes.contiguous(), scales, min(size, k), word_bits(bits), zero, offsets, order=order)
+        scales, bits = scales.contiguous(), word_bits(bits)
+        weight = GroupedWeight(codes.contiguous(), scales, min(size, k), bits, zero, offsets)
+        return by_index(weight, tensors, "g_idx", needed=self.act_order)
 
     def example(self, weight: Tensor) -> GroupedWeight:
-        return round_to_groups(weight, word_bits(self.bits), self.group, symmetric=self.symmetric)
+        return round_to_groups(weight, word_bits(self.bits), self.group, symmetric=self.symmetric is not False)
 
 
 class Gptq(Format):
@@ -84,10 +81,10 @@ class Gptq(Format):
         if layout not in ("gptq", "gptq_v2", "marlin"):
             raise ValueError(f"GPTQ files in the layout {layout!r} are not supported, expected gptq, gptq_v2, marlin.")
         group = group_size(settings, "group_size groupsize", 128)
-        symmetric = setting(settings, "sym", bool, True)
-        self._reader: Reader = GptqReader(bits, group, symmetric, 0 if layout == "gptq_v2" else 1)
+        symmetric, act_order = setting(settings, "sym", bool, None), setting(settings, "desc_act", bool, False)
+        self._reader: Reader = GptqReader(bits, group, symmetric, int(layout != "gptq_v2"), act_order)
         if marlin:
-            if bits != 4 or not symmetric:
+            if bits != 4 or symmetric is False:
                 raise ValueError("Marlin files hold symmetric codes of 4 bits; this one says otherwise.")
             self._reader = MarlinReader(group)
         self._quantizes_head = setting(settings, "lm_head", bool, False)
@@ -111,16 +108,17 @@ class Gptq(Format):
             bits=setting(changes, "bits", int, base.bits, among=BITS),
             group=group_size(changes, "group_size", base.group),
             symmetric=setting(changes, "sym", bool, base.symmetric),
+            act_order=setting(changes, "desc_act", bool, base.act_order),
         )
 
 
 def _rules(dynamic: Any) -> list[tuple[bool, Pattern, dict[str, Any]]]:
     """(leave plain, what names it is about, other settings), the first that matches decides."""
-    rules = []
+    rules, patterns = [], Patterns()
     if not isinstance(dynamic, dict) or len(dynamic) > 10_000:
         raise ValueError("The quantization config's `dynamic` must be an object of patterns.")
     for pattern, changes in dynamic.items():
         plain = pattern.startswith("-:")
-        compiled = Pattern(pattern.removeprefix("-:").removeprefix("+:"))
+        compiled = patterns.of(pattern.removeprefix("-:").removeprefix("+:"))
         rules.append((plain, compiled, changes if isinstance(changes, dict) else {}))
     return rules

@@ -81,6 +81,8 @@ class QqqReader(Reader):
         _check_size(n, k, 64, 16)
         group = k if self.group == -1 else min(self.group, k)
         groups = -(-k // group)
+        if groups == 1 and "s_group" in tensors and tensors["s_group"].numel():
+            raise ValueError(f"'s_group' has the shape {list(tensors['s_group'].shape)}, expected none for one group")
         codes = untiled(
             take(tensors, "B", (k // 16, 2 * n), torch.int32), 4, code_order(four=True, signed=groups == 1), n
         ).t()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vllm.model_executor.layers.quantization.base_config import (
     Format,
-    Pattern,
+    Patterns,
     Reader,
     Tensors,
     names_of,
@@ -106,7 +106,8 @@ class Torchao(Format):
             self._default = self._rules.pop("_default", None)
         else:
             self._default = _reader(given)
-        self._patterns = [(Pattern(rule[3:]), r) for rule, r in self._rules.items() if rule.startswith("re:")]
+        patterns = Patterns()
+        self._patterns = [(patterns.of(rule[3:]), r) for rule, r in self._rules.items() if rule.startswith("re:")]
 
     def reader(self, names: Sequence[str]) -> Reader | None:
         for name in names:
