@@ -31,13 +31,12 @@ from vllm.model_executor.layers.quantization.bitsandbytes import NF4, round_to_t
 from vllm.model_executor.layers.quantization.compressed_tensors import CompressedTensors
 
 
-def compress(model: nn.Module, scheme: QuantizationScheme, folder: Path, ignore: list[str]) -> nn.Module:
-    """Compress a Hugging Face model with a scheme of llm-compressor, save it; the model with the same numbers."""
+def compress(model: nn.Module, schemes: list[QuantizationScheme], folder: Path, ignore: list[str]) -> nn.Module:
+    """Compress a Hugging Face model with schemes of llm-compressor, save it; the model with the same numbers."""
+    groups: dict[str, Any] = {f"group_{i}": scheme for i, scheme in enumerate(schemes)}
     apply_quantization_config(
         model,
-        QuantizationConfig(
-            config_groups={"group_0": scheme}, ignore=["lm_head", *ignore], quantization_status="initialized"
-        ),
+        QuantizationConfig(config_groups=groups, ignore=["lm_head", *ignore], quantization_status="initialized"),
     )
     for module in model.modules():
         found = getattr(module, "quantization_scheme", None)
@@ -90,7 +89,7 @@ PRESETS = [
 def test_compressed_tensors(preset: str, tmp_path: Path) -> None:
     reference, state = plain_model(tmp_path, num_hidden_layers=1, num_key_value_heads=4)
     ignore = ["re:.*k_proj"] if preset == "W4A16" else []
-    check(reference, state, preset_name_to_scheme(preset, ["Linear"]), tmp_path, ignore)
+    check(reference, state, [preset_name_to_scheme(preset, ["Linear"])], tmp_path, ignore)
 
 
 # Integers in the ways that no preset has.
@@ -108,19 +107,28 @@ def test_integers_of_compressed_tensors(kind: str, tmp_path: Path) -> None:
     reference, state = plain_model(tmp_path, num_hidden_layers=1, num_key_value_heads=4)
     layout = "int-quantized" if kind.startswith("unpacked") else "pack-quantized"
     scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**INTEGERS[kind]), format=layout)
-    check(reference, state, scheme, tmp_path, [])
+    check(reference, state, [scheme], tmp_path, [])
+
+
+def test_embedding_of_compressed_tensors_that_its_class_names(tmp_path: Path) -> None:
+    reference, state = plain_model(tmp_path, num_hidden_layers=1)
+    schemes = [
+        QuantizationScheme(targets=[target], weights=QuantizationArgs(num_bits=bits, strategy="channel"), format=layout)
+        for target, bits, layout in (("Embedding", 8, "int-quantized"), ("Linear", 4, "pack-quantized"))
+    ]
+    check(reference, state, schemes, tmp_path, [])
 
 
 def check(
     reference: Any,
     state: dict[str, Tensor],
-    scheme: QuantizationScheme,
+    schemes: list[QuantizationScheme],
     folder: Path,
     ignore: list[str],
     described: dict[str, Any] | None = None,
 ) -> None:
     """The engine computes what the library says is stored; described: the quantization config, if not the library's."""
-    numbers = compress(copy.deepcopy(reference), scheme, folder, ignore)
+    numbers = compress(copy.deepcopy(reference), schemes, folder, ignore)
     if described is not None:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         text = json.dumps({**config, "quantization_config": described})
@@ -129,7 +137,7 @@ def check(
     assert set(values) == set(state)
     reference.load_state_dict(values)
     # of NVFP4 the library itself makes bfloat16
-    assert_same_logits(folder, reference, 2e-2 if scheme.weights.strategy == "tensor_group" else 1e-3)
+    assert_same_logits(folder, reference, 2e-2 if schemes[0].weights.strategy == "tensor_group" else 1e-3)
 
 
 # What AutoRound says of floats that it stores as the preset does.
@@ -147,7 +155,7 @@ AUTO_ROUND: dict[str, dict[str, Any]] = {
 def test_floats_of_auto_round(preset: str, tmp_path: Path) -> None:
     reference, state = plain_model(tmp_path, num_hidden_layers=1, num_key_value_heads=4)
     described = {"quant_method": "auto-round", "block_name_to_quantize": "model.layers", **AUTO_ROUND[preset]}
-    check(reference, state, preset_name_to_scheme(preset, ["Linear"]), tmp_path, [], described)
+    check(reference, state, [preset_name_to_scheme(preset, ["Linear"])], tmp_path, [], described)
 
 
 def test_floats_of_auto_round_that_are_not_known() -> None:
