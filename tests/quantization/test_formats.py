@@ -157,6 +157,18 @@ def test_formats_in_other_families(family: str, name: str, tmp_path: Path) -> No
     assert_same_logits(tmp_path, reference)
 
 
+def test_scales_of_gptqmodel_that_divide(tmp_path: Path) -> None:
+    def write(module: str, weight: Tensor) -> Any:
+        if not is_projection(module):
+            return None
+        tensors, numbers = writers.fp8(weight, scales="channel", leaf="weight_scale_inv")
+        return {**tensors, "weight_scale_inv": tensors["weight_scale_inv"].reciprocal().flatten()}, numbers
+
+    reference, state = plain_model(tmp_path)
+    quantize_folder(tmp_path, reference, state, write, {**FP8, "weight_scale_semantics": "inverse"})
+    assert_same_logits(tmp_path, reference)
+
+
 def test_experts_of_mixtral_as_llm_compressor_names_them(tmp_path: Path) -> None:
     """With transformers 5, which has these names in memory and undoes only a part of its own."""
     reference, state = plain_model(tmp_path, "mixtral")
