@@ -157,6 +157,31 @@ def test_formats_in_other_families(family: str, name: str, tmp_path: Path) -> No
     assert_same_logits(tmp_path, reference)
 
 
+def test_scales_of_gptqmodel_that_divide(tmp_path: Path) -> None:
+    def write(module: str, weight: Tensor) -> Any:
+        if not is_projection(module):
+            return None
+        tensors, numbers = writers.fp8(weight, scales="channel", leaf="weight_scale_inv")
+        return {**tensors, "weight_scale_inv": tensors["weight_scale_inv"].reciprocal().flatten()}, numbers
+
+    reference, state = plain_model(tmp_path)
+    quantize_folder(tmp_path, reference, state, write, {**FP8, "weight_scale_semantics": "inverse"})
+    assert_same_logits(tmp_path, reference)
+
+
+@pytest.mark.parametrize("parent", ["block_sparse_moe", "mlp"])  # llm-compressor's, GPTQModel's
+def test_experts_of_mixtral_as_libraries_name_them(parent: str, tmp_path: Path) -> None:
+    """With transformers 5, which has names of its own in memory."""
+    reference, state = plain_model(tmp_path, "mixtral")
+    settings = compressed("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"})
+    stored = quantize_folder(tmp_path, reference, state, every(writers.fp8, scales="channel"), settings)
+    for old, new in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
+        stored = {name.replace(f".{old}.", f".{new}."): tensor for name, tensor in stored.items()}
+    stored = {name.replace("block_sparse_moe", parent): tensor for name, tensor in stored.items()}
+    save_file(stored, tmp_path / "model.safetensors")
+    assert_same_logits(tmp_path, reference)
+
+
 def compressed(layout: str, weights: dict[str, Any] | None, sparsity: str = "dense", **group: Any) -> dict[str, Any]:
     """A config of compressed-tensors for all linear layers."""
     groups = {} if weights is None else {"group_0": {"targets": ["Linear"], "weights": weights, **group}}

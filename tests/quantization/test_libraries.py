@@ -31,13 +31,12 @@ from vllm.model_executor.layers.quantization.bitsandbytes import NF4, round_to_t
 from vllm.model_executor.layers.quantization.compressed_tensors import CompressedTensors
 
 
-def compress(model: nn.Module, scheme: QuantizationScheme, folder: Path, ignore: list[str]) -> nn.Module:
-    """Compress a Hugging Face model with a scheme of llm-compressor, save it; the model with the same numbers."""
+def compress(model: nn.Module, schemes: list[QuantizationScheme], folder: Path, ignore: list[str]) -> nn.Module:
+    """Compress a Hugging Face model with schemes of llm-compressor, save it; the model with the same numbers."""
+    groups: dict[str, Any] = {f"group_{i}": scheme for i, scheme in enumerate(schemes)}
     apply_quantization_config(
         model,
-        QuantizationConfig(
-            config_groups={"group_0": scheme}, ignore=["lm_head", *ignore], quantization_status="initialized"
-        ),
+        QuantizationConfig(config_groups=groups, ignore=["lm_head", *ignore], quantization_status="initialized"),
     )
     for module in model.modules():
         found = getattr(module, "quantization_scheme", None)
@@ -90,7 +89,7 @@ PRESETS = [
 def test_compressed_tensors(preset: str, tmp_path: Path) -> None:
     reference, state = plain_model(tmp_path, num_hidden_layers=1, num_key_value_heads=4)
     ignore = ["re:.*k_proj"] if preset == "W4A16" else []
-    check(reference, state, preset_name_to_scheme(preset, ["Linear"]), tmp_path, ignore)
+    check(reference, state, [preset_name_to_scheme(preset, ["Linear"])], tmp_path, ignore)
 
 
 # Integers in the ways that no preset has.
@@ -108,19 +107,28 @@ def test_integers_of_compressed_tensors(kind: str, tmp_path: Path) -> None:
     reference, state = plain_model(tmp_path, num_hidden_layers=1, num_key_value_heads=4)
     layout = "int-quantized" if kind.startswith("unpacked") else "pack-quantized"
     scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**INTEGERS[kind]), format=layout)
-    check(reference, state, scheme, tmp_path, [])
+    check(reference, state, [scheme], tmp_path, [])
+
+
+def test_embedding_of_compressed_tensors_that_its_class_names(tmp_path: Path) -> None:
+    reference, state = plain_model(tmp_path, num_hidden_layers=1)
+    schemes = [
+        QuantizationScheme(targets=[target], weights=QuantizationArgs(num_bits=bits, strategy="channel"), format=layout)
+        for target, bits, layout in (("Embedding", 8, "int-quantized"), ("Linear", 4, "pack-quantized"))
+    ]
+    check(reference, state, schemes, tmp_path, [])
 
 
 def check(
     reference: Any,
     state: dict[str, Tensor],
-    scheme: QuantizationScheme,
+    schemes: list[QuantizationScheme],
     folder: Path,
     ignore: list[str],
     described: dict[str, Any] | None = None,
 ) -> None:
     """The engine computes what the library says is stored; described: the quantization config, if not the library's."""
-    numbers = compress(copy.deepcopy(reference), scheme, folder, ignore)
+    numbers = compress(copy.deepcopy(reference), schemes, folder, ignore)
     if described is not None:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         text = json.dumps({**config, "quantization_config": described})
@@ -129,7 +137,7 @@ def check(
     assert set(values) == set(state)
     reference.load_state_dict(values)
     # of NVFP4 the library itself makes bfloat16
-    assert_same_logits(folder, reference, 2e-2 if scheme.weights.strategy == "tensor_group" else 1e-3)
+    assert_same_logits(folder, reference, 2e-2 if schemes[0].weights.strategy == "tensor_group" else 1e-3)
 
 
 # What AutoRound says of floats that it stores as the preset does.
@@ -147,7 +155,7 @@ AUTO_ROUND: dict[str, dict[str, Any]] = {
 def test_floats_of_auto_round(preset: str, tmp_path: Path) -> None:
     reference, state = plain_model(tmp_path, num_hidden_layers=1, num_key_value_heads=4)
     described = {"quant_method": "auto-round", "block_name_to_quantize": "model.layers", **AUTO_ROUND[preset]}
-    check(reference, state, preset_name_to_scheme(preset, ["Linear"]), tmp_path, [], described)
+    check(reference, state, [preset_name_to_scheme(preset, ["Linear"])], tmp_path, [], described)
 
 
 def test_floats_of_auto_round_that_are_not_known() -> None:
@@ -170,9 +178,10 @@ def test_rotations_of_activations_are_refused_by_name(place: str) -> None:
         CompressedTensors(settings("weight_input", place))
 
 
+@pytest.mark.parametrize("skipped", [[], ["self_attn"]])  # which transformers 5 does not take for parts of names
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
-def test_bitsandbytes_in_4_bits(kind: str, nested: bool, tmp_path: Path) -> None:
+def test_bitsandbytes_in_4_bits(kind: str, nested: bool, skipped: list[str], tmp_path: Path) -> None:
     def write(module: str, weight: Tensor) -> Any:
         if not is_projection(module):
             return None
@@ -181,7 +190,12 @@ def test_bitsandbytes_in_4_bits(kind: str, nested: bool, tmp_path: Path) -> None
         return {"weight": codes, **leaves}, bnb.functional.dequantize_4bit(codes, state)
 
     reference, state = plain_model(tmp_path)
-    settings = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": kind}
+    settings = {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": kind,
+        "llm_int8_skip_modules": skipped,
+    }
     quantize_folder(tmp_path, reference, state, write, settings)
     assert_same_logits(tmp_path, reference)
 
@@ -245,21 +259,52 @@ AO: dict[str, Any] = {
 }
 
 
+def by_torchao(weight: Tensor, kind: str) -> Any:
+    model = nn.Sequential(nn.Linear(weight.shape[1], weight.shape[0], bias=False))
+    model[0].weight.data = weight.clone()
+    ao.quantize_(model, AO[kind])
+    tensors, _ = flatten_tensor_state_dict(model.state_dict())
+    numbers: Any = model[0].weight
+    return {name.removeprefix("0."): tensor for name, tensor in tensors.items()}, numbers.dequantize().float()
+
+
 @pytest.mark.parametrize("kind", AO)
 def test_torchao(kind: str, tmp_path: Path) -> None:
     def write(module: str, weight: Tensor) -> Any:
-        if not is_projection(module) or module.endswith("v_proj"):
-            return None
-        model = nn.Sequential(nn.Linear(weight.shape[1], weight.shape[0], bias=False))
-        model[0].weight.data = weight.clone()
-        ao.quantize_(model, AO[kind])
-        tensors, _ = flatten_tensor_state_dict(model.state_dict())
-        numbers: Any = model[0].weight
-        return {name.removeprefix("0."): tensor for name, tensor in tensors.items()}, numbers.dequantize().float()
+        return by_torchao(weight, kind) if is_projection(module) and not module.endswith("v_proj") else None
 
     reference, state = plain_model(tmp_path)
     settings = {**TorchAoConfig(AO[kind]).to_dict(), "modules_to_not_convert": ["self_attn.v_proj"]}
     quantize_folder(tmp_path, reference, state, write, settings)
+    assert_same_logits(tmp_path, reference)
+
+
+def test_rules_of_torchao_for_parameters(tmp_path: Path) -> None:
+    names = {"model.layers.0.self_attn.q_proj": "int8", "model.layers.1.mlp.up_proj": "int4 in groups"}
+    reference, state = plain_model(tmp_path)
+    rules = ao.FqnToConfig(
+        {
+            "model.layers.0.self_attn.q_proj.weight": AO["int8"],
+            r"re:.*\.1\.mlp\.\w+\.weight": AO["int4 in groups"],
+            "re:.*1.mlp.up_proj": AO["int6"],  # rules for parameters come first
+        }
+    )
+    settings = TorchAoConfig(rules).to_dict()
+    quantize_folder(
+        tmp_path, reference, state, lambda name, weight: by_torchao(weight, names[name]) if name in names else None,
+        settings,
+    )  # fmt: skip
+    assert_same_logits(tmp_path, reference)
+
+
+def test_a_list_of_torchao_that_transformers_does_not_heed(tmp_path: Path) -> None:
+    """Release 5 compares a list with the names of parameters, so that the end of a module's name is none of these."""
+    reference, state = plain_model(tmp_path)
+    settings = {**TorchAoConfig(AO["int8"]).to_dict(), "modules_to_not_convert": ["q_proj"]}
+    quantize_folder(
+        tmp_path, reference, state, lambda name, weight: by_torchao(weight, "int8") if is_projection(name) else None,
+        settings,
+    )  # fmt: skip
     assert_same_logits(tmp_path, reference)
 
 

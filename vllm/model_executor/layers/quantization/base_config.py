@@ -81,6 +81,10 @@ class Format(ABC):
         """The same for a projection of an expert."""
         return self.reader(names)
 
+    def table_reader(self, names: Sequence[str]) -> Reader | None:
+        """The same for the token embedding."""
+        return self.reader(names)
+
     def head_reader(self, names: Sequence[str]) -> Reader | None:
         """The same for the output head, whatever it is called there: plain, unless the settings say otherwise."""
         return None

@@ -142,7 +142,10 @@ class EightBit(Reader):
 
 
 class BitsAndBytes(Format):
-    """Checkpoints, and plain weights in flight: nf4, or what the settings say."""
+    """Checkpoints, and plain weights in flight: nf4, or what the settings say.
+
+    `llm_int8_skip_modules` is not read: releases of transformers understand it differently, and tensors tell.
+    """
 
     name = "bitsandbytes"
     leaves = (
@@ -157,14 +160,9 @@ class BitsAndBytes(Format):
         eight = setting(settings, "load_in_8bit", bool, False)
         reads_plain = settings.keys() <= {TARGETS}
         self._reader: Reader = EightBit(reads_plain) if eight else FourBit(kind, reads_plain)
-        self._plain, self._only = names_of(settings, "llm_int8_skip_modules"), names_of(settings, TARGETS)
+        self._only = names_of(settings, TARGETS)
 
     def reader(self, names: Sequence[str]) -> Reader | None:
         if self._only and not any(name == only or name.endswith(f".{only}") for only in self._only for name in names):
             return None
-        return None if any(_skips(skip, name) for skip in self._plain for name in names) else self._reader
-
-
-def _skips(skip: str, name: str) -> bool:
-    """Whether a list's entry is about a module: one part of its name, or the beginning of it."""
-    return skip in name.split(".") or name == skip or name.startswith(f"{skip}.")
+        return self._reader

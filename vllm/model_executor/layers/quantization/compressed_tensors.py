@@ -44,7 +44,7 @@ _FORMATS = (
 )  # fmt: skip
 _SPARSE = ("sparse-24-bitmask", "sparse-bitmask")
 _ZEROS = (torch.int8, torch.int32, torch.int64, torch.float8_e4m3fn, *FLOATS)  # kinds of an input's zero point
-_LINEAR = "Linear"  # the class of modules that a target may name
+_LINEAR, _EMBEDDING = "Linear", "Embedding"  # classes of modules that a target may name
 
 
 @dataclass(frozen=True)
@@ -326,6 +326,7 @@ class CompressedTensors(Format):
             if reader is not None:
                 readers.update(dict.fromkeys(names_of(group, "targets"), reader))
         self._linear = readers.pop(_LINEAR, None)
+        self._embedding = readers.pop(_EMBEDDING, self._linear)
         # names decide before patterns, and these in their order, before the class
         patterns = Patterns()
         self._patterns = [(patterns.of(t[3:]), r) for t, r in sorted(readers.items()) if t.startswith("re:")]
@@ -340,6 +341,9 @@ class CompressedTensors(Format):
     def head_reader(self, names: Sequence[str]) -> Reader | None:
         found = self._dense_reader(names, None)
         return Sparse(found) if self._sparse and found is not None else found
+
+    def table_reader(self, names: Sequence[str]) -> Reader | None:
+        return self._dense_reader(names, self._embedding)
 
     def _dense_reader(self, names: Sequence[str], by_class: Reader | None) -> Reader | None:
         """by_class: for modules that no target names."""

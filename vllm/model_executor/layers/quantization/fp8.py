@@ -40,6 +40,7 @@ class Fp8Reader(Reader):
     inputs: InputQuant | None = InputQuant("fp8", "tensor")
     weights_per: Literal["tensor", "channel"] = "tensor"
     reads_plain: bool = True
+    divides: bool = False  # scales divide, as GPTQModel's do
 
     def read(self, tensors: Tensors, n: int, k: int) -> GroupedWeight | Tensor:
         if "weight" in tensors and is_plain({"weight": tensors["weight"]}):
@@ -50,6 +51,7 @@ class Fp8Reader(Reader):
             return round_to_fp8(weight, self.weights_per, self.inputs) if self.reads_plain else weight
         codes = take(tensors, "weight", (n, k), torch.float8_e4m3fn)
         scales, group = fp8_scales(tensors, n, k, self.block)
+        scales = scales.reciprocal() if self.divides else scales
         return GroupedWeight(codes, scales, group, 8, inputs=self._inputs(tensors))
 
     def _inputs(self, tensors: Tensors) -> InputQuant | None:
@@ -109,7 +111,10 @@ class Fp8(Format):
         per: Literal["group", "tensor"] = "tensor" if block is None else "group"
         # Weights that a checkpoint of this format leaves plain stay so.
         in_flight = not settings or setting(settings, "is_checkpoint_fp8_serialized", bool, True) is False
-        self._reader = Fp8Reader(block, scheme == "static", InputQuant("fp8", per), reads_plain=in_flight)
+        divides = settings.get("weight_scale_semantics") == "inverse"
+        self._reader = Fp8Reader(
+            block, scheme == "static", InputQuant("fp8", per), reads_plain=in_flight, divides=divides
+        )
         self._plain = {*names_of(settings, "ignored_layers"), *names_of(settings, "modules_to_not_convert")}
 
     def reader(self, names: Sequence[str]) -> Reader | None:

@@ -87,6 +87,8 @@ class ModelQuantization(QuantizationConfig):
         """How a projection is stored that no layer takes as it is: an expert's, or a plain head's if the checkpoint
         has quantized that without saying so."""
         names = self.names(container)
+        if container == "embed":
+            return self.format.table_reader(names)
         return self.format.experts_reader(names) if expert else self.format.reader(names)
 
     def names(self, container: str) -> list[str]:

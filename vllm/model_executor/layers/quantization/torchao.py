@@ -19,7 +19,6 @@ from vllm.model_executor.layers.quantization.base_config import (
     Patterns,
     Reader,
     Tensors,
-    names_of,
     setting,
     take,
 )
@@ -84,7 +83,10 @@ def _named(tensors: Tensors, field: str) -> str:
 
 
 class Torchao(Format):
-    """Modules by their own configuration, by "_default", or all alike."""
+    """Modules by their own configuration, by "_default", or all alike.
+
+    `modules_to_not_convert` is not read: releases of transformers understand it differently, and tensors tell.
+    """
 
     name = "torchao"
     leaves = (*(f"_weight_{field}" for field in _FIELDS), *(f"weight:{field}" for field in _FIELDS))
@@ -96,7 +98,6 @@ class Torchao(Format):
             raise ValueError(
                 "The quantization config's `quant_type` has no object `default`: torchao before 0.10 wrote it."
             )
-        self._plain = set(names_of(settings, "modules_to_not_convert"))
         self._rules: dict[str, Reader | None] = {}
         data = given.get("_data") if isinstance(given.get("_data"), Mapping) else {}
         assert isinstance(data, Mapping)
@@ -111,15 +112,14 @@ class Torchao(Format):
 
     def reader(self, names: Sequence[str]) -> Reader | None:
         for name in names:
-            if name in self._rules:
-                return self._rules[name]
-            for pattern, reader in self._patterns:
-                if pattern.matches(name, whole=True):
-                    return reader
-            parts = name.split(".")
-            dotted = {".".join(parts[i:j]) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1)}
-            if not self._plain.isdisjoint(dotted):
-                return None
+            called = (f"{name}.weight", name)  # rules name parameters or modules
+            for rule in called:
+                if rule in self._rules:
+                    return self._rules[rule]
+            for rule in called:
+                for pattern, reader in self._patterns:
+                    if pattern.matches(rule, whole=True):
+                        return reader
         return self._default
 
     def head_reader(self, names: Sequence[str]) -> Reader | None:

@@ -171,6 +171,12 @@ MIXTRAL_NAMES = renames(
         "model.layers.{i}.block_sparse_moe.experts.{e}.w1.weight": "blocks.{i}.ffn.experts.{e}.gate.weight",
         "model.layers.{i}.block_sparse_moe.experts.{e}.w3.weight": "blocks.{i}.ffn.experts.{e}.up.weight",
         "model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight": "blocks.{i}.ffn.experts.{e}.down.weight",
+        # as llm-compressor and GPTQModel name them with transformers 5
+        **{
+            f"model.layers.{{i}}.{moe}.experts.{{e}}.{x}_proj.weight": f"blocks.{{i}}.ffn.experts.{{e}}.{x}.weight"
+            for moe in ("block_sparse_moe", "mlp")
+            for x in ("gate", "up", "down")
+        },
         # the newer form of Hugging Face: experts stacked
         "model.layers.{i}.mlp.gate.{p}": "blocks.{i}.ffn.router.{p}",
         "model.layers.{i}.mlp.experts.gate_up_proj": "blocks.{i}.ffn.experts.gate_up",
