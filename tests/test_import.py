@@ -74,7 +74,7 @@ def test_importing_changes_nothing_in_the_process() -> None:
 def test_version_is_a_string_and_a_tuple() -> None:
     import vllm
 
-    assert (vllm.__version__, vllm.__version_tuple__) == ("0.9.2+py22", (0, 9, 2, "py22"))
+    assert (vllm.__version__, vllm.__version_tuple__) == ("0.9.2+py23", (0, 9, 2, "py23"))
 
 
 def test_counter_counts_and_starts_again() -> None:
