@@ -340,8 +340,9 @@ def takes_row(weight: Weight) -> bool:
         fitting = weight.format == "int4" and weight.words.shape[2] == 64 and weight.group % 128 == 0
         if not fitting:
             return False
-    whole = weight.shape[0] % 16 == 0 and weight.shape[1] % (64 * _codes(weight)) == 0
-    return whole and _blocks(weight) <= 8 * _MOST_BLOCKS
+    outputs, inputs, codes = *weight.shape, _codes(weight)
+    small = _blocks(weight) <= 8 * _MOST_BLOCKS and outputs * inputs < codes << 32  # places are counted in 32 bits
+    return small and outputs % 16 == 0 and inputs % (64 * codes) == 0
 
 
 def choose_row_tiling(weight: Weight, mode: int) -> Tiling | None:
