@@ -583,6 +583,13 @@ def test_tilings_of_plain_weights_divide_the_product_into_blocks_and_fit_a_proce
     assert t is None or mode != ARGMAX
 
 
+@pytest.mark.parametrize(("outputs", "rows"), [(3072, 32), (9216, 32), (12288, 32), (8192, 64), (14336, 64)])
+def test_gated_products_have_half_tiles_where_these_spread_more_evenly(outputs, rows, monkeypatch):
+    monkeypatch.setattr(plain_few, "processors", lambda: 132)
+    t = plain_few.choose_plain_tiling(32, torch.empty(2 * outputs, 4096, dtype=torch.half, device="meta"), GATED)
+    assert t.rows == rows
+
+
 @pytest.mark.parametrize(
     ("outputs", "inputs", "shares"),
     [
