@@ -12,6 +12,7 @@ from tests.quantization.harness import plain_model
 from vllm import LLM, SamplingParams
 from vllm.model_executor.model_loader.cache_scales import CheckpointScales
 from vllm.worker.cache_scales import read_scales
+from vllm.worker.worker import Worker
 
 PROMPT = list(range(3, 60))
 
@@ -87,6 +88,12 @@ def test_scales_of_another_model_are_refused(folder, tmp_path, factors, message)
     file.write_text(json.dumps({"model_type": "llama", "kv_cache": cache}))
     with pytest.raises(ValueError, match=message):
         run(folder, kv_cache_dtype="fp8", quantization_param_path=str(file))
+
+
+def test_a_file_that_is_not_there_is_told_before_weights_are_read(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(Worker, "_load", lambda self: pytest.fail("The weights were read first."))
+    with pytest.raises(ValueError, match="quantization_param_path: .* cannot be read"):
+        run(folder, kv_cache_dtype="fp8", quantization_param_path=str(tmp_path / "none.json"))
 
 
 def test_names_of_scales_in_checkpoints(tmp_path):

@@ -35,19 +35,31 @@ _TOKENS, _REQUESTS = 1024, 4  # of the made-up prompts
 _KEY_RANGE, _VALUE_RANGE = 200.0, 100.0  # what the largest numbers met become: far below 448, as others will be larger
 
 
-def use_cache_scales(model: Model, config: VllmConfig, context: DeviceContext, tp: TensorParallel) -> None:
+def scales_of_file(config: VllmConfig, tp: TensorParallel) -> Scales | None:
+    """What the file that the configuration names has for a rank. Raises ValueError that says what is wrong with it."""
+    cache = config.cache_config
+    if cache.quantization_param_path is None or not _is_float8(config):
+        return None
+    return read_scales(Path(cache.quantization_param_path), config.model_config.hf.model_type, tp.rank, tp.world)
+
+
+def _is_float8(config: VllmConfig) -> bool:
+    return kv_memory.cache_dtype(config.cache_config.cache_dtype, config.model_config.dtype).itemsize == 1
+
+
+def use_cache_scales(model: Model, config: VllmConfig, context: DeviceContext, of_file: Scales | None) -> None:
     """Give the model's attention layers the scales that the configuration asks for, if the cache is a float8 one.
 
-    Raises ValueError for a file that does not fit the model.
+    of_file: what `scales_of_file` has found.   Raises ValueError if they do not fit the model.
     """
     cache = config.cache_config
-    if kv_memory.cache_dtype(cache.cache_dtype, config.model_config.dtype).itemsize > 1:
+    if not _is_float8(config):
         return
     layers = model.paged_attention()
     given: Scales
-    if cache.quantization_param_path is not None:
-        path = Path(cache.quantization_param_path)
-        given, source = read_scales(path, config.model_config.hf.model_type, tp.rank, tp.world), str(path)
+    if of_file is not None:
+        path = str(cache.quantization_param_path)
+        given, source = of_file, path
         absent = sorted(set(layers) - set(given))
         if absent:
             raise ValueError(f"quantization_param_path: {path} has no scaling factors for the layers {absent}.")

@@ -40,7 +40,7 @@ from vllm.step.plan import RowMasks, StepPlan
 from vllm.step.sizes import large_sizes
 from vllm.worker import cpu_blocks, kv_memory
 from vllm.worker.adapters import WorkerAdapters
-from vllm.worker.cache_scales import use_cache_scales
+from vllm.worker.cache_scales import scales_of_file, use_cache_scales
 from vllm.worker.cpu_threads import bind_threads
 from vllm.worker.device import CudaContext, DeviceContext, create_context
 from vllm.worker.expert_balance import ExpertBalancer
@@ -99,6 +99,7 @@ class Worker:
         ops.setup(self.device.type)
         attention = attention_backends.use(config.model_config.attention_backend, self.device)
         self._compiling = compiling
+        of_file = scales_of_file(config, self.tp)  # what is wrong with it need not wait for the weights
         self.model = self._load()
         self._check_experts()
         check_traits(
@@ -119,7 +120,7 @@ class Worker:
             snapshots=self._snapshots(),
             num_drafts=config.scheduler_config.num_drafts,
         )
-        use_cache_scales(self.model, config, self.context, self.tp)
+        use_cache_scales(self.model, config, self.context, of_file)
         self._balancer = ExpertBalancer.of(cast(torch.nn.Module, self.model), self.tp, config.parallel_config)
         self.adapters = None
         if config.lora_config is not None:
