@@ -73,7 +73,9 @@ class SparseMarlinReader(Reader):
 
 @dataclass(frozen=True)
 class QqqReader(Reader):
-    """group: -1 for one of all inputs. Inputs are meant to be rounded to 8 bits, token by token."""
+    """group: -1 for one of all inputs. Inputs are meant to be rounded to 8 bits, token by token, and are multiplied by
+    weights of 8 bits: of groups, codes of 4 bits times the group's factor, rounded.
+    """
 
     group: int
 
@@ -91,10 +93,15 @@ class QqqReader(Reader):
         if groups == 1:
             return GroupedWeight((codes + 8) & 15, whole.contiguous() * 16, k, 4, zero=8, inputs=inputs)
         parts = reordered(take(tensors, "s_group", (groups, n), torch.float16).float(), scale_order(single=False)).t()
-        return GroupedWeight(codes.contiguous(), (parts * whole).contiguous(), group, 4, zero=8, inputs=inputs)
+        if not bool(parts.isfinite().all()):
+            raise ValueError("'s_group' holds numbers that are not finite")
+        products = (codes.float() - 8) * parts.repeat_interleave(group, 1)[:, :k]
+        rounded = (products.round().clamp(-128, 127) + 128).to(torch.uint8)
+        return GroupedWeight(rounded, whole.contiguous(), k, 8, zero=128, inputs=inputs)
 
     def example(self, weight: Tensor) -> GroupedWeight:
-        return round_to_groups(weight, 4, self.group)
+        one = self.group == -1 or self.group >= weight.shape[1]
+        return round_to_groups(weight, 4 if one else 8, -1)
 
 
 class GptqMarlin24(Format):
